@@ -6,10 +6,10 @@ safetensors folder that any engine reads; transformers' own GGUF reader does the
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -74,5 +74,5 @@ def _convert(gguf: Path, folder: Path) -> None:
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(new)
         checksums = {path.name: sha256_file(path) for path in sorted(new.iterdir())}
         (new / CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
-        if not folder.is_dir():  # another process may have been faster
-            shutil.move(new, folder)
+        with contextlib.suppress(OSError):  # another process was faster: its folder is there and not empty
+            os.rename(new, folder)
