@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-WORDS = "the cat sat on a mat and saw red blue sun moon while 12 dogs ran home to eat warm bread, then slept.".split()
+TEXT = "the cat sat on a mat and saw red blue sun moon while 12 dogs ran home to eat warm bread, then slept well."
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -26,7 +26,7 @@ def make_conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     source = random.Random(seed)
 
     def words(most: int) -> str:
-        return " ".join(source.choices(WORDS, k=source.randint(1, most)))
+        return " ".join(source.choices(TEXT.split(), k=source.randint(1, most)))
 
     rows: list[dict[str, Any]] = []
     for number in range(count):
@@ -80,7 +80,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    base.train_from_iterator([" ".join(WORDS), "system user assistant"] * 4, trainer)
+    base.train_from_iterator([TEXT, "system user assistant"] * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|im_end|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|endoftext|>"]})
     tokenizer.chat_template = CHATML
