@@ -1,0 +1,54 @@
+"""Drafters: what proposes the tokens that the target verifies. The decode loop knows nothing else of them.
+
+Shapes: B rows, L tokens committed by a pass, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from eval.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What one pass of the target added to each row's cache, and the token that came out of it.
+
+    last_BLH: the states (after the final norm) of the committed tokens, right-padded; counts_B: how many there are
+    (int64, at least 1); taps: tap -> [B, L, H]; tokens_BL: their ids; root_B: the token drawn after the last of them,
+    which is not in the cache yet and is the root of the next tree.
+    """
+
+    tokens_BL: torch.Tensor
+    last_BLH: torch.Tensor
+    taps: dict[int, torch.Tensor]
+    counts_B: torch.Tensor
+    root_B: torch.Tensor
+
+    def final_BH(self) -> torch.Tensor:
+        """[B, H]: the state of each row's last committed token, the one whose logits gave the root."""
+        return self.last_BLH[torch.arange(len(self.counts_B), device=self.counts_B.device), self.counts_B - 1]
+
+
+class Drafter(Protocol):
+    """Proposes a tree a round. One object serves one `decode` call at a time; `start` makes it forget the last.
+
+    name: what reports call it; most_drafts: an upper bound of the nodes beside the root; taps: the layers whose inputs
+    `observe` wants to see.
+    """
+
+    name: str
+    most_drafts: int
+    taps: tuple[int, ...]
+
+    def start(self, rows: int) -> None:
+        """Begin a batch of `rows` sequences."""
+
+    def observe(self, committed: Committed) -> None:
+        """Learn what a pass committed: the prompt first, then each round's accepted path."""
+
+    def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
+        """The tree to verify next. `sequences` are the rows' ids so far, prompt and output, the root last."""
