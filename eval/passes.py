@@ -51,12 +51,12 @@ class TargetPasses:
 
     def verify(self, tree: DraftTree) -> States:
         """One pass over a tree's nodes: states [B, N, H]. Nothing is committed."""
-        positions_BN = self.cache.lengths_B[:, None] + tree.depth_BN
+        positions_BN = self.cache.lengths_B[:, None] + tree.positions()
         return self._run(tree.tokens_BN, positions_BN, tree.mask())
 
     def commit(self, tree: DraftTree, path_BL: torch.Tensor, counts_B: torch.Tensor, counts: list[int]) -> None:
         """Keep the first `counts` nodes of each row's path (the root first, -1 padded); forget all other nodes."""
-        if not tree.is_chain:
+        if tree.max_width > 1:  # a chain's accepted nodes lie in place
             self.cache.move_path(path_BL)
         self.cache.grow(counts_B, counts)
 
