@@ -281,7 +281,9 @@ class FeatureStore:
                 raise HeadwayError(f"{folder / shard.file}: not the shard the manifest lists; collect again")
         if listed:
             raise HeadwayError(f"{folder / min(listed)}: listed in the manifest but missing; collect again")
-        if checksums and sha256_file(folder / COUNTS) != manifest["supervised_counts_sha256"]:
+        if not (folder / COUNTS).is_file():
+            raise HeadwayError(f"{folder / COUNTS}: missing; collect again")
+        if sha256_file(folder / COUNTS) != manifest["supervised_counts_sha256"]:
             raise HeadwayError(f"{folder / COUNTS}: checksum differs from the manifest's; collect again")
         return cls(folder, manifest, shards)
 
