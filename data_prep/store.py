@@ -290,6 +290,9 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __iter__(self) -> Iterator[StoredConversation]:
+        return (self[index] for index in range(len(self)))
+
     def __getitem__(self, index: int) -> StoredConversation:
         """Conversation `index` in the order of ids: ids, turn, top1 int64 [T]; lse float32 [T]; states [T, H]."""
         entry, file, start = self._places[index]
