@@ -46,7 +46,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # Frozen to tuples, so that the settings can be hashed and their device tensors kept.
-        object.__setattr__(self, "logit_bias", tuple(sorted((int(i), float(b)) for i, b in dict(self.logit_bias).items())))
+        object.__setattr__(
+            self, "logit_bias", tuple(sorted((int(i), float(b)) for i, b in dict(self.logit_bias).items()))
+        )
         object.__setattr__(self, "bad_words", tuple(tuple(int(i) for i in word) for word in self.bad_words))
         for fine, remedy in (
             (self.temperature >= 0, f"temperature {self.temperature} must be at least 0 (0 is greedy)"),
@@ -114,7 +116,9 @@ def _device_ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _device_bias(bias: tuple[tuple[int, float], ...], vocab_size: int, like: tuple[torch.dtype, torch.device]) -> Tensor:
+def _device_bias(
+    bias: tuple[tuple[int, float], ...], vocab_size: int, like: tuple[torch.dtype, torch.device]
+) -> Tensor:
     bias_V = torch.zeros(vocab_size, dtype=like[0])
     for token, value in bias:
         bias_V[token] = value
@@ -136,11 +140,12 @@ def _penalised(scores_RV: Tensor, sampling: Sampling, context: Context) -> Tenso
 
 def _without_bad_words(scores_RV: Tensor, sampling: Sampling, context: Context | None) -> Tensor:
     banned_RV = torch.zeros_like(scores_RV, dtype=torch.bool)
-    for *before, last in sampling.bad_words:
+    for word in sampling.bad_words:
+        before, last = tuple(word[:-1]), word[-1]
         if not before:
             banned_RV[:, last] = True
         elif context is not None:
-            banned_RV[:, last] |= context.ends_with(_device_ids(tuple(before), scores_RV.device))
+            banned_RV[:, last] |= context.ends_with(_device_ids(before, scores_RV.device))
     return scores_RV.masked_fill(banned_RV, -torch.inf)
 
 
@@ -183,7 +188,9 @@ def target_law(logits_RV: Tensor, sampling: Sampling, context: Context | None = 
     if sampling.logit_bias or sampling.bad_words:
         _check_ids(sampling, scores_RV.shape[-1])
     if sampling.logit_bias:
-        scores_RV = scores_RV + _device_bias(sampling.logit_bias, scores_RV.shape[-1], (scores_RV.dtype, scores_RV.device))
+        scores_RV = scores_RV + _device_bias(
+            sampling.logit_bias, scores_RV.shape[-1], (scores_RV.dtype, scores_RV.device)
+        )
     if context is not None and sampling.needs_context:
         scores_RV = _penalised(scores_RV, sampling, context)
     if sampling.bad_words:

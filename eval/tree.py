@@ -237,14 +237,16 @@ def _first(found_BN: Tensor) -> Tensor:
     return found_BN.to(torch.int8).argmax(1).where(found_BN.any(1), -1)
 
 
-def draw_siblings(law_BV: Tensor, width: int, replacement: bool, chooser: Chooser, depth: int, trial: int) -> Tensor:
-    """Sample `width` draft tokens for one node of each row, in order: int64 [B, W].
+def draw_siblings(
+    law_BV: Tensor, width: int, replacement: bool, chooser: Chooser, depth: int, trial: int, live_B: Tensor
+) -> Tensor:
+    """Sample `width` draft tokens for one node of each row, in order: int64 [B, W], -1 for rows not in `live_B`.
 
     Without replacement, -1 stands where the law has no token left. `depth` and `trial` number the draws of a round as
-    in Chooser.draft; trials `trial` .. `trial + width - 1` are used.
+    in Chooser.draft; trials `trial` .. `trial + width - 1` are used. Whether a row is live, or a drawn token is kept,
+    may depend on the node's ancestors only, never on the draw itself: dropping unlikely draws changes the target's law.
     """
     drawn = []
-    live_B = torch.ones(law_BV.shape[0], dtype=torch.bool, device=law_BV.device)
     for sibling in range(width):
         live_B = live_B & (law_BV.sum(-1) > 0)
         token_B = chooser.draft(Dense(law_BV), depth, trial + sibling, live_B).where(live_B, -1)

@@ -220,9 +220,15 @@ def block_residual(target_BV: Tensor, draft_BV: Tensor, share_B: Tensor) -> Tens
 def block_chance(owed_BV: Tensor, share_B: Tensor, is_last_B: Tensor) -> Tensor:
     """Probability h that a prefix is kept if no longer one is (Sun et al. 2024, equation 4)."""
     owed_B = owed_BV.sum(-1)
-    below_B = owed_B + 1 - share_B
+    # In this order: 1 - share is exact near share 1, while owed + 1 would round a small owed mass away.
+    below_B = owed_B + (1 - share_B)
     # Nothing owed and share 1: the longer prefix is then kept for certain, and this coin is never read.
     return torch.where(is_last_B, share_B, torch.where(below_B > 0, owed_B / below_B, 0.0))
+
+
+def block_left(target_BV: Tensor, draft_BV: Tensor, owed_BV: Tensor, is_last_B: Tensor) -> Tensor:
+    """The law of the token after a kept prefix [B, V]: the target's own after the whole chain, else what is owed."""
+    return torch.where(is_last_B[:, None], target_BV, normalised(owed_BV, target_BV))
 
 
 def block(laws: TargetLaws, tree: DraftTree, chooser: Chooser) -> Verified:
@@ -240,7 +246,7 @@ def block(laws: TargetLaws, tree: DraftTree, chooser: Chooser) -> Verified:
         draft_BV = tree.draft_law_at(walk.node_B)
         is_last_B = child_B < 0
         owed_BV = block_residual(target_BV, draft_BV, share_B)
-        here_BV = torch.where(is_last_B[:, None], target_BV, normalised(owed_BV, target_BV))
+        here_BV = block_left(target_BV, draft_BV, owed_BV, is_last_B)
         if last_BV is None:
             last_BV = here_BV
         else:
