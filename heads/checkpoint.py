@@ -1,0 +1,196 @@
+"""A head on disk: a folder with config.json, model.safetensors and manifest.json. One registry: kind -> class.
+
+Saving is atomic as a set: the three files are written to a folder of their own inside, which one rename declares valid; only
+then do they move to their places. A reader prefers files still waiting there, so a kill at any moment leaves the old head or
+the new one, whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from heads.errors import HeadwayError
+
+CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "manifest.json"
+COMMITTED = ".commit"
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What a head's shape is; `kind` names its class in the registry."""
+
+    kind: ClassVar[str]
+
+
+class Head(nn.Module):
+    """A trained drafter: built from its config alone; `manifest` says where the weights come from."""
+
+    config_class: ClassVar[type[HeadConfig]]
+    config: HeadConfig
+    manifest: dict[str, Any]
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.manifest = {}
+
+    def check(self) -> None:
+        """Raise HeadwayError when buffers contradict each other or the config; called after loading."""
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config, weights and manifest to `folder`, atomically."""
+        save_head(self, folder, self.manifest)
+
+
+_REGISTRY: dict[str, type[Head]] = {}
+
+
+def register(head_class: type[Head]) -> type[Head]:
+    """Class decorator: `load_head` finds the class by its config's kind."""
+    _REGISTRY[head_class.config_class.kind] = head_class
+    return head_class
+
+
+def save_head(head: Head, folder: str | Path, manifest: dict[str, Any], state: dict[str, Tensor] | None = None) -> None:
+    """Write `head` to `folder`, replacing an earlier head there as a whole; other files in `folder` are left alone.
+
+    `state` overrides the head's own state dict (a sharded engine gathers it). The manifest must be JSON.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _finish_commit(folder)
+    for stale in folder.glob(".new-*"):
+        shutil.rmtree(stale)
+    stage = folder / f".new-{os.getpid()}"
+    stage.mkdir()
+    config = {"kind": head.config.kind, **asdict(head.config)}
+    _write_json(stage / CONFIG, config)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (state or head.state_dict()).items()}
+    save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
+    # safetensors makes files that only their owner may read; give it the permissions the others got.
+    os.chmod(stage / WEIGHTS, (stage / CONFIG).stat().st_mode)
+    _write_json(stage / MANIFEST, manifest)
+    for name in (CONFIG, WEIGHTS, MANIFEST):
+        _sync(stage / name)
+    os.replace(stage, folder / COMMITTED)
+    _sync(folder)
+    _finish_commit(folder)
+
+
+def load_head(path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Head:
+    """The head in folder `path`, in evaluation mode; `dtype` null keeps the stored one.
+
+    Raises HeadwayError for a missing or damaged file, an unknown kind or key, and missing, extra or misshapen tensors.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise HeadwayError(f"{folder}: no such folder; give the folder of a trained head (it holds {CONFIG})")
+    config = _read_json(folder, CONFIG)
+    head_class = _REGISTRY.get(config.pop("kind", ""))
+    if head_class is None:
+        raise HeadwayError(f"{folder / CONFIG}: `kind` is not one of {sorted(_REGISTRY)}; not a head of this project")
+    parsed = _parse_config(head_class.config_class, config, folder / CONFIG)
+    with torch.device("meta"):
+        head = head_class(parsed)
+    head.load_state_dict(_read_tensors(head, _locate(folder, WEIGHTS)), assign=True)
+    head.manifest = _read_json(folder, MANIFEST)
+    try:
+        head.check()
+    except HeadwayError as error:
+        raise HeadwayError(f"{folder / WEIGHTS}: {error}") from error
+    return head.to(device=device, dtype=dtype).eval()
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """The manifest of the head in folder `path`, without its weights. Raises HeadwayError when it is missing or damaged."""
+    return _read_json(Path(path), MANIFEST)
+
+
+def _parse_config(config_class: type[HeadConfig], values: dict[str, Any], where: Path) -> HeadConfig:
+    known = {field.name: field for field in fields(config_class)}
+    if unknown := sorted(set(values) - set(known)):
+        raise HeadwayError(f"{where}: unknown key `{unknown[0]}`; known are {sorted(known)}")
+    required = {name for name, field in known.items() if field.default is MISSING}
+    if missing := sorted(required - set(values)):
+        raise HeadwayError(
+            f"{where}: key `{missing[0]}` is missing; the file is not a whole {config_class.kind} config"
+        )
+    try:
+        return config_class(**values)
+    except HeadwayError as error:
+        raise HeadwayError(f"{where}: {error}") from error
+
+
+def _read_tensors(head: Head, weights: Path) -> dict[str, Tensor]:
+    """The file's tensors, after every name, shape and kind of dtype was held against the head's."""
+    expected = head.state_dict()
+    try:
+        with safe_open(weights, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError) as error:
+        raise HeadwayError(f"{weights}: cannot be read ({error}); train, convert or copy the head again") from error
+    if missing := sorted(set(expected) - set(found)):
+        raise HeadwayError(f"{weights}: tensor `{missing[0]}` is missing ({len(missing)} in all)")
+    if extra := sorted(set(found) - set(expected)):
+        raise HeadwayError(f"{weights}: tensor `{extra[0]}` does not belong to this head ({len(extra)} in all)")
+    for name, tensor in found.items():
+        wanted = expected[name]
+        if tensor.shape != wanted.shape:
+            raise HeadwayError(
+                f"{weights}: tensor `{name}` has shape {list(tensor.shape)}, its {CONFIG} asks for {list(wanted.shape)}"
+            )
+        if tensor.dtype != wanted.dtype and not (tensor.is_floating_point() and wanted.is_floating_point()):
+            raise HeadwayError(f"{weights}: tensor `{name}` is {tensor.dtype}, not {wanted.dtype}")
+    return found
+
+
+def _locate(folder: Path, name: str) -> Path:
+    """The valid copy of a file: one that an interrupted commit left waiting comes first."""
+    for path in (folder / COMMITTED / name, folder / name):
+        if path.is_file():
+            return path
+    raise HeadwayError(f"{folder / name}: no such file; a head's folder holds {CONFIG}, {WEIGHTS} and {MANIFEST}")
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = _locate(folder, name)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise HeadwayError(f"{path}: not JSON ({error}); train, convert or copy the head again") from error
+    if not isinstance(value, dict):
+        raise HeadwayError(f"{path}: not a JSON object; train, convert or copy the head again")
+    return value
+
+
+def _finish_commit(folder: Path) -> None:
+    committed = folder / COMMITTED
+    if not committed.is_dir():
+        return
+    for name in (CONFIG, WEIGHTS, MANIFEST):
+        if (committed / name).exists():
+            os.replace(committed / name, folder / name)
+    _sync(folder)
+    committed.rmdir()
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,237 @@
+"""Medusa heads (methods.md, section 3; Cai et al. 2024, section 2.1): K one-pass predictions from the target's last state.
+
+Head k (from 0) at position t predicts token t + 2 + k. It is served, and counts, only where tokens t + 1 .. t + 2 + k were all
+written by the assistant in one turn.
+
+Shapes: B rows, R gathered rows, T positions of one conversation, P packed positions, K heads, H hidden, V vocabulary, D draft
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from heads.checkpoint import Head, HeadConfig, register
+from heads.errors import HeadwayError
+from heads.linear import few_rows_linear
+from heads.losses import HeadOutput, Rows, TeacherLogits, draft_loss
+from heads.vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True)
+class MedusaConfig(HeadConfig):
+    """`draft_vocab_size` null = the full vocabulary; `output` "own" = a Linear(H -> D) per head, "shared" = one for all."""
+
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int | None = None
+    num_heads: int = 4
+    num_layers: int = 1
+    output: Literal["own", "shared"] = "own"
+    kind: ClassVar[str] = "medusa"
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise HeadwayError(f"{name}: {value!r} is not a whole number above 0")
+        draft = self.draft_vocab_size
+        if draft is not None and not (isinstance(draft, int) and 0 < draft <= self.vocab_size):
+            raise HeadwayError(f"draft_vocab_size: {draft!r} is neither null nor within 1..{self.vocab_size}")
+        if self.output not in ("own", "shared"):
+            raise HeadwayError(f'output: {self.output!r} is neither "own" nor "shared"')
+
+    @property
+    def mapped(self) -> bool:
+        """Whether draft ids differ from target ids, so that maps are stored."""
+        return self.draft_vocab_size is not None and self.draft_vocab_size < self.vocab_size
+
+    @property
+    def output_size(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
+
+class ResidualLayer(nn.Linear):
+    """x + SiLU(Linear(x)), the identity at the start: weight and bias are zero."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, hidden_size)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x_RH: Tensor) -> Tensor:
+        return x_RH + F.silu(super().forward(x_RH))
+
+
+class MedusaBlock(nn.Module):
+    """The residual layers of one head, each a module of its own."""
+
+    def __init__(self, hidden_size: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ResidualLayer(hidden_size) for _ in range(num_layers))
+
+    def forward(self, x_RH: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_RH = layer(x_RH)
+        return x_RH
+
+
+class DraftOutput(nn.Module):
+    """The output matrices as one tensor, [K, D, H] or shared [D, H]: one matmul serves all heads when decoding."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        shape = (config.output_size, config.hidden_size)
+        shared = config.output == "shared"
+        self.weight = nn.Parameter(torch.zeros(shape if shared else (config.num_heads, *shape)), not shared)
+
+    def forward(
+        self, rows_K: Sequence[Rows], last_PH: Tensor, teacher: TeacherLogits | None, soft: float
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`draft_loss` over this weight, inside the module's forward, where ZeRO-3 has it gathered."""
+        return draft_loss(rows_K, self.weight, last_PH, teacher, soft)
+
+    def logits(self, x_KRH: Tensor) -> Tensor:
+        """[K, R, H] -> [R, K, D]. Weight first, as few rows are on a CPU twice as fast that way round (heads/linear.py)."""
+        if self.weight.dim() == 3:
+            return torch.bmm(self.weight, x_KRH.transpose(1, 2)).permute(2, 0, 1)
+        return few_rows_linear(x_KRH, self.weight).transpose(0, 1)
+
+
+@register
+class MedusaHead(Head):
+    """K residual blocks and their output; see `MedusaConfig`."""
+
+    config_class = MedusaConfig
+    config: MedusaConfig
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        self.blocks = nn.ModuleList(MedusaBlock(config.hidden_size, config.num_layers) for _ in range(config.num_heads))
+        self.lm_head = DraftOutput(config)
+        if config.mapped:
+            self.register_buffer("d2t", torch.zeros(config.output_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+
+    @classmethod
+    def from_target(cls, config: MedusaConfig, lm_head_VH: Tensor, vocabulary: DraftVocabulary) -> MedusaHead:
+        """A new head whose outputs start as the rows of the target's lm_head, in float32."""
+        if vocabulary.size != config.output_size or vocabulary.vocab_size != config.vocab_size:
+            raise HeadwayError(
+                f"draft vocabulary: {vocabulary.size} of {vocabulary.vocab_size} tokens do not fit a head with "
+                f"{config.output_size} of {config.vocab_size}; choose the vocabulary with the head's sizes"
+            )
+        head = cls(config)
+        with torch.no_grad():
+            head.lm_head.weight.copy_(lm_head_VH[vocabulary.ids_D.to(lm_head_VH.device)].float())
+            if config.mapped:
+                head.d2t.copy_(vocabulary.d2t)
+                head.t2d.copy_(vocabulary.t2d)
+        return head
+
+    def check(self) -> None:
+        if not self.config.mapped:
+            return
+        ids_D = self.target_ids()
+        inside = bool(((ids_D >= 0) & (ids_D < self.config.vocab_size)).all())
+        if not inside or len(ids_D.unique()) != len(ids_D):
+            raise HeadwayError("`d2t` gives ids outside the vocabulary, or one id twice; the head cannot be used")
+        if int(self.t2d.sum()) != len(ids_D) or not bool(self.t2d[ids_D].all()):
+            raise HeadwayError("`t2d` does not mark the ids that `d2t` gives; the head cannot be used")
+
+    def target_ids(self) -> Tensor:
+        """[D]: the target id of each draft id."""
+        ids_D = torch.arange(self.config.output_size, device=self.lm_head.weight.device)
+        return ids_D + self.d2t if self.config.mapped else ids_D
+
+    def draft_ids_of(self) -> Tensor:
+        """[V]: the draft id of each target id, -1 for those outside the draft vocabulary."""
+        ids_D = self.target_ids()
+        inverse_V = ids_D.new_full((self.config.vocab_size,), -1)
+        inverse_V[ids_D] = torch.arange(len(ids_D), device=ids_D.device)
+        return inverse_V
+
+    def draft_logits(self, last_RH: Tensor) -> Tensor:
+        """[R, H] post-final-norm states of the target -> [R, K, D]."""
+        return self.lm_head.logits(torch.stack([block(last_RH) for block in self.blocks]))
+
+    def draft_ids(self, last_BH: Tensor) -> Tensor:
+        """[B, H] -> [B, K]: each head's first choice, as target ids."""
+        ids_BK = self.draft_logits(last_BH).argmax(-1)
+        return ids_BK + self.d2t[ids_BK] if self.config.mapped else ids_BK
+
+    def forward(
+        self,
+        last_PH: Tensor,
+        next_P: Tensor,
+        segment_P: Tensor,
+        teacher: TeacherLogits | None = None,
+        soft: float = 0.0,
+    ) -> HeadOutput:
+        """One training pass over packed rows (see `pack`): loss numerators, counts and accuracies of every head.
+
+        `teacher` and `soft`: the share of the loss that is the KL to the target's law over the draft vocabulary.
+        Every head takes part even without a row, so that all processes see the same parameters used.
+        """
+        last_PH = last_PH.to(self.lm_head.weight.dtype)
+        labels_PK = served_labels(next_P, segment_P, self.config.num_heads)
+        draft_PK = draft_labels(labels_PK, self.draft_ids_of())
+        indices_K = [(draft_PK[:, k] >= 0).nonzero().squeeze(1) for k in range(self.config.num_heads)]
+        rows_K = [
+            Rows(block(last_PH[index_R]), draft_PK[index_R, k], index_R + 1 + k)
+            for k, (block, index_R) in enumerate(zip(self.blocks, indices_K, strict=True))
+        ]
+        numerators_K, hits = self.lm_head(rows_K, last_PH, teacher, soft)
+        right_PK = torch.zeros_like(labels_PK, dtype=torch.bool)
+        for k, (index_R, hit_R) in enumerate(zip(indices_K, hits, strict=True)):
+            right_PK[index_R, k] = hit_R
+        served_PK = labels_PK >= 0
+        accepted_PK = right_PK.cumprod(1).bool()
+        reached_PK = served_PK & F.pad(accepted_PK, (1, -1), value=True)
+        return HeadOutput(
+            numerators_K,
+            (draft_PK >= 0).sum(0),
+            served_PK.sum(0),
+            right_PK.sum(0),
+            reached_PK.sum(0),
+            (reached_PK & right_PK).sum(0),
+        )
+
+
+def pack(last_TH: Tensor, ids_T: Tensor, turn_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of one conversation whose NEXT token is the assistant's: (last_PH, next_P, segment_P).
+
+    `turn_T`: 0 where not supervised, else the number of the assistant's turn. `next_P` are the next tokens; `segment_P` numbers
+    the unbroken runs of one turn from 0, so that neighbours in the pack are neighbours in the text exactly when they agree.
+    """
+    next_turn_T = turn_T[1:]
+    index_P = next_turn_T.nonzero().squeeze(1)
+    turn_P = next_turn_T[index_P]
+    breaks_P = (index_P.diff() != 1) | (turn_P.diff() != 0)
+    segment_P = F.pad(breaks_P.cumsum(0), (1, 0)) if len(index_P) else index_P
+    return last_TH[index_P], ids_T[1:][index_P], segment_P
+
+
+def served_labels(next_P: Tensor, segment_P: Tensor, num_heads: int) -> Tensor:
+    """[P, K]: the token head k has to predict at each packed row, -1 where it is not served."""
+    labels_PK = next_P.new_full((len(next_P), num_heads), -1)
+    for k in range(num_heads):
+        shift = k + 1
+        same_P = segment_P[shift:] == segment_P[:-shift]
+        labels_PK[: max(0, len(next_P) - shift), k] = torch.where(same_P, next_P[shift:], -1)
+    return labels_PK
+
+
+def draft_labels(labels_PK: Tensor, draft_ids_V: Tensor) -> Tensor:
+    """[P, K]: labels as draft ids, -1 where not served or outside the draft vocabulary."""
+    return torch.where(labels_PK >= 0, draft_ids_V[labels_PK.clamp(min=0)], -1)
