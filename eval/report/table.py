@@ -48,7 +48,7 @@ def print_table(report: Report, console: Console) -> None:
         table.add_row(*map(Text, cells(run)))  # Text: a folder's name is no markup
     console.print(table)
     for note in notes(report):
-        console.print(Text(note))
+        console.print(Text(note), soft_wrap=True)
 
 
 def notes(report: Report) -> list[str]:
