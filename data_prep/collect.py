@@ -1,0 +1,338 @@
+"""Run the frozen target over conversations and write a feature store.
+
+    python data_prep/collect.py --conversations FILE --out DIR
+    accelerate launch --multi_gpu --num_processes 8 data_prep/collect.py --conversations FILE --out DIR --taps 2,16,29
+
+(`--multi_gpu` starts several processes on a machine without GPUs too; there they talk through gloo.)
+
+Rank r of W takes the conversations whose hash is r modulo W, sorts them by length and finishes one shard after the
+other, so a killed run that is started again writes the same bytes as one that was left alone. Shapes: B rows,
+T positions, R rows whose next token is supervised, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import PartialState
+from jsonargparse import ArgumentError, ArgumentParser
+from torch.nn.utils.rnn import pad_sequence
+
+from data_prep.conversations import read_conversations, split_heldout
+from data_prep.meter import Meter
+from data_prep.plan import (
+    Planned,
+    Source,
+    cut_batches,
+    cut_shards,
+    describe,
+    parse_taps,
+    plan,
+    refuse_changed,
+    share_of_rank,
+)
+from data_prep.store import (
+    DTYPES,
+    MANIFEST,
+    SCHEMA,
+    TAP_CONVENTION,
+    Entry,
+    StoredConversation,
+    bytes_per_token,
+    entries_by_id,
+    finish,
+    finished_shards,
+    free_names,
+    read_manifest,
+    refuse_other,
+    sweep,
+    write_manifest,
+    write_shard,
+)
+from heads.errors import HeadwayError, run_script, sha256_file
+from heads.target import DEFAULT_TARGET, Target
+
+LOGIT_ELEMENTS = 2**24  # fp32 logits held at a time: 64 MB, whatever the vocabulary
+BARRIER_WAIT = timedelta(days=7)  # ranks with less to do wait for the others
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to collect, from what, where to.
+
+    Args:
+        conversations: JSON lines file of conversations
+        out: folder of the feature store; one that was not finished is continued
+        target: embedded name, local folder or Hub id
+        taps: layers whose input is stored, such as 2,15,27; empty stores the last state alone (enough for Medusa)
+        dtype: of the target; auto is bfloat16 where the device is fast at it, else float32
+        store_dtype: of the states on disk
+        max_length: longer conversations are cut to this many tokens
+        max_tokens: take a random but stable subset of about this many tokens, instead of everything
+        held_out: conversations left out, for measuring
+        batch_tokens: tokens of a forward pass, padding included
+        shard_tokens: tokens of a shard, the unit of resuming
+    """
+
+    conversations: Path
+    out: Path
+    target: str = DEFAULT_TARGET
+    taps: str = ""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    store_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_length: int = 2048
+    max_tokens: int | None = None
+    held_out: int = 64
+    batch_tokens: int = 4096
+    shard_tokens: int = 16384
+
+
+def collect(settings: Settings) -> None:
+    """Collect what is not in the store yet and complete it.
+
+    Raises HeadwayError for bad settings or input before anything is written, and for a state that is not finite.
+    """
+    state = join_ranks()
+    say: Callable[[str], None] = print if state.is_main_process else lambda _: None
+    check(settings)
+    source = describe(settings.target, settings.dtype, state.device)
+    taps = parse_taps(settings.taps, source.layers)
+    training, _ = split_heldout(read_conversations(settings.conversations), settings.held_out)
+    planned = plan(training, source, settings.max_length, settings.max_tokens, say)
+    manifest = describe_run(settings, source, taps, state.num_processes)
+    finished, complete = already_there(settings.out, manifest, state.is_main_process)
+    refuse_changed(settings.out, finished, planned)
+    pending = [row for row in planned if row.entry.id not in finished]
+    announce(
+        settings, source, planned, pending, bytes_per_token(source.hidden_size, len(taps), settings.store_dtype), say
+    )
+    if complete and not pending:
+        say(f"{settings.out}: complete, nothing to do")
+        return
+    state.wait_for_everyone()  # no rank writes while another still looks
+    if state.is_main_process:
+        settings.out.mkdir(parents=True, exist_ok=True)
+        for name in sweep(settings.out):
+            say(f"removed {name}, half written when the last run stopped")
+        write_manifest(settings.out, manifest)
+    state.wait_for_everyone()
+    collect_share(share_of_rank(pending, state.process_index, state.num_processes), settings, taps, state)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        totals = finish(settings.out, manifest, finished_shards(settings.out, checksums=False))["totals"]
+        say(f"{settings.out}: complete, {totals['conversations']:,} conversations, {totals['tokens']:,} tokens")
+
+
+def join_ranks() -> PartialState:
+    """This process among those that were launched, on its device.
+
+    Raises HeadwayError when `accelerate launch --cpu` was told to start several: it starts one and says nothing.
+    """
+    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    # Without `cpu` accelerate ignores the ranks of a machine that has no accelerator.
+    state = PartialState(cpu=forced or not torch.accelerator.is_available(), timeout=BARRIER_WAIT)
+    if forced and "MASTER_ADDR" in os.environ and state.num_processes == 1:
+        raise HeadwayError(
+            "accelerate launch --cpu: starts one process whatever --num_processes says; "
+            "give --multi_gpu in its place, on CPUs too"
+        )
+    return state
+
+
+def check(settings: Settings) -> None:
+    """Raise HeadwayError for a setting out of range, or an --out that is something else than a store."""
+    for name in ("max_length", "max_tokens", "batch_tokens", "shard_tokens"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise HeadwayError(f"--{name} {value}: give a positive number")
+    if settings.held_out < 0:
+        raise HeadwayError(f"--held_out {settings.held_out}: give 0 or a positive number")
+    out = settings.out
+    if out.exists() and not out.is_dir():
+        raise HeadwayError(f"{out}: is a file; give --out a folder")
+    if out.exists() and not (out / MANIFEST).exists() and any(not path.name.startswith(".") for path in out.iterdir()):
+        raise HeadwayError(f"{out}: holds files but no feature store; give --out a new folder")
+
+
+def describe_run(settings: Settings, source: Source, taps: tuple[int, ...], processes: int) -> dict[str, Any]:
+    """The manifest of a store that is not complete: what makes it, out of what."""
+    arguments = asdict(settings) | {"conversations": settings.conversations.name, "processes": processes}
+    del arguments["out"]
+    return {
+        "schema": SCHEMA,
+        "kind": "features",
+        "complete": False,
+        "target": {"name": source.name, "fingerprint": source.fingerprint, "dtype": source.dtype},
+        "dtype": settings.store_dtype,
+        "hidden_size": source.hidden_size,
+        "vocab_size": source.vocab_size,
+        "taps": list(taps),
+        "tap_convention": TAP_CONVENTION,
+        "max_length": settings.max_length,
+        "conversations": settings.conversations.name,
+        "conversations_sha256": sha256_file(settings.conversations),
+        "arguments": arguments,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the states depend on; "not installed" where headway is used from source."""
+    found = {"python": platform.python_version()}
+    for name in ("headway", "torch", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def already_there(out: Path, manifest: dict[str, Any], checksums: bool) -> tuple[dict[str, Entry], bool]:
+    """Finished conversations of the store in `out`, by id, and whether it is complete; refuses another run's store."""
+    if not (out / MANIFEST).exists():
+        return {}, False
+    old = read_manifest(out)
+    refuse_other(out, old, manifest)
+    return entries_by_id(out, finished_shards(out, checksums=checksums)), old["complete"]
+
+
+def announce(
+    settings: Settings,
+    source: Source,
+    planned: Sequence[Planned],
+    pending: Sequence[Planned],
+    token_bytes: int,
+    say: Callable[[str], None],
+) -> None:
+    """Say what is to be collected and written. Raises HeadwayError when it does not fit on the disk."""
+    tokens = sum(row.entry.length for row in planned)
+    supervised = sum(row.entry.supervised for row in planned)
+    say(
+        f"{settings.conversations}: {len(planned):,} conversations ({settings.held_out} held out), {tokens:,} tokens, "
+        f"{supervised:,} supervised ({supervised / tokens:.1%}), target {source.name} in {source.dtype}"
+    )
+    if len(pending) < len(planned):
+        say(
+            f"{settings.out}: {len(planned) - len(pending):,} conversations are there, {len(pending):,} are to be collected"
+        )
+    needed = sum(row.entry.length for row in pending) * token_bytes
+    there = next(folder for folder in [settings.out, *settings.out.absolute().parents] if folder.exists())
+    free = shutil.disk_usage(there).free
+    say(f"{settings.out}: {needed / 1e6:,.1f} MB to write in {settings.store_dtype}, {free / 1e6:,.1f} MB free")
+    if needed > free:
+        raise HeadwayError(
+            f"{settings.out}: {needed / 1e6:,.1f} MB are to be written and {free / 1e6:,.1f} MB are free; "
+            f"free some, give another --out, fewer taps or a --max_tokens"
+        )
+
+
+def collect_share(rows: Sequence[Planned], settings: Settings, taps: Sequence[int], state: PartialState) -> None:
+    """Write the shards of one rank, in order; a shard goes to disk while the next one is computed."""
+    if not rows:
+        return
+    target = Target.load(settings.target, settings.dtype, str(state.device))
+    names = free_names(settings.out, state.process_index, state.num_processes)
+    writing: Future[None] | None = None
+    label = f"rank 0 of {state.num_processes}: " if state.num_processes > 1 else ""
+    tokens = sum(row.entry.length for row in rows)
+    with ThreadPoolExecutor(1) as pool, Meter(label, tokens, state.is_main_process) as meter:
+        for shard in cut_shards(rows, settings.shard_tokens):
+            computed: list[StoredConversation] = []
+            for batch in cut_batches(shard, settings.batch_tokens):
+                computed += run_target(target, batch, taps, DTYPES[settings.store_dtype])
+                meter.advance(sum(row.entry.length for row in batch))
+            if writing is not None:
+                writing.result()  # at most one shard waits for the disk
+            writing = pool.submit(write_shard, settings.out, next(names), [row.entry for row in shard], computed)
+        if writing is not None:
+            writing.result()
+
+
+def run_target(
+    target: Target, batch: Sequence[Planned], taps: Sequence[int], dtype: torch.dtype
+) -> list[StoredConversation]:
+    """One forward pass over right-padded rows; what the store keeps of each, states in `dtype`, on the CPU.
+
+    Raises HeadwayError naming the conversation when a state or a log-sum-exp is not finite.
+    """
+    ids_BT = pad_sequence([row.ids_T.long() for row in batch], batch_first=True)
+    turn_BT = pad_sequence([row.turn_T for row in batch], batch_first=True)  # padding: turn 0, never supervised
+    lengths_B = torch.tensor([row.entry.length for row in batch])
+    real_BT = torch.arange(ids_BT.shape[1]) < lengths_B[:, None]
+    states = target.states(ids_BT.to(target.device), real_BT.long().to(target.device), taps)
+    last_BTH = states.last.to(dtype)
+    taps_BTH = {tap: states.taps[tap].to(dtype) for tap in taps}
+    served_BT = torch.zeros_like(real_BT)
+    served_BT[:, :-1] = turn_BT[:, 1:] > 0
+    served_BT = served_BT.to(target.device)
+    top1_R, lse_R = _teacher(target, last_BTH[served_BT])
+    top1_BT = torch.full(served_BT.shape, -1, device=target.device)
+    lse_BT = torch.zeros(served_BT.shape, device=target.device)
+    top1_BT[served_BT], lse_BT[served_BT] = top1_R, lse_R
+    finite_BT = lse_BT.isfinite()
+    for states_BTH in (last_BTH, *taps_BTH.values()):
+        finite_BT &= states_BTH.isfinite().all(-1)
+    _refuse_bad(batch, ~finite_BT.cpu() & real_BT, target)
+    last_BTH, top1_BT, lse_BT = last_BTH.cpu(), top1_BT.cpu(), lse_BT.cpu()
+    taps_BTH = {tap: states_BTH.cpu() for tap, states_BTH in taps_BTH.items()}
+    return [
+        StoredConversation(
+            id=row.entry.id,
+            ids_T=row.ids_T,
+            turn_T=row.turn_T,
+            last_TH=last_BTH[index, : row.entry.length],
+            taps={tap: states_BTH[index, : row.entry.length] for tap, states_BTH in taps_BTH.items()},
+            top1_T=top1_BT[index, : row.entry.length],
+            lse_T=lse_BT[index, : row.entry.length],
+        )
+        for index, row in enumerate(batch)
+    ]
+
+
+@torch.no_grad()
+def _teacher(target: Target, last_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Argmax (int64 [R]) and fp32 log-sum-exp [R] of the logits that these stored states give."""
+    top1, lse = [], []
+    for chunk_RH in last_RH.to(target.dtype).split(max(1, LOGIT_ELEMENTS // target.vocab_size)):
+        logits_RV = target.logits(chunk_RH).float()
+        top1.append(logits_RV.argmax(-1))
+        lse.append(logits_RV.logsumexp(-1))
+    return torch.cat(top1), torch.cat(lse)
+
+
+def _refuse_bad(batch: Sequence[Planned], bad_BT: torch.Tensor, target: Target) -> None:
+    for row, bad_T in zip(batch, bad_BT, strict=True):
+        if bad_T.any():
+            kind = str(target.dtype).removeprefix("torch.")
+            remedy = "with --dtype bfloat16 or float32" if target.dtype == torch.float16 else "with another target"
+            raise HeadwayError(
+                f"conversation {row.entry.id}, token {int(bad_T.int().argmax())}: the states of target '{target.name}' "
+                f"are not finite in {kind}; collect {remedy} into a new --out"
+            )
+
+
+def main() -> None:
+    """Parse the command line and collect."""
+    parser = ArgumentParser(
+        description="Run the target over conversations; write a feature store.", exit_on_error=False
+    )
+    parser.add_class_arguments(Settings)
+    try:
+        parsed = parser.parse_args()
+    except ArgumentError as error:
+        raise HeadwayError(f"{error}; see --help") from error
+    collect(Settings(**parsed.as_dict()))
+
+
+if __name__ == "__main__":
+    run_script(main)
