@@ -14,7 +14,7 @@ N tree nodes, L emitted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from eval import tree as trees
 from eval import verify as verification
+from eval.chooser import Chooser
 from eval.law import Dense, Law, PointMass, dense
 from eval.sampling import Context, Sampling
 from eval.tree import DraftTree, TreeShape
@@ -63,9 +64,7 @@ def random_laws(shape: tuple[int, int], vocab: int, kind: Tensor, generator: tor
     index_RSV = raw_RSV.argsort(-1).argsort(-1)
     kept_RS1 = torch.randint(1, vocab + 1, (*shape, 1), generator=generator)
     ties_RSV = torch.randint(0, 3, (*shape, vocab), generator=generator).double() + (index_RSV == 0)
-    by_kind = torch.stack(
-        [raw_RSV, raw_RSV**6, raw_RSV * (index_RSV < kept_RS1), ties_RSV, (index_RSV == 0).double()]
-    )
+    by_kind = torch.stack([raw_RSV, raw_RSV**6, raw_RSV * (index_RSV < kept_RS1), ties_RSV, (index_RSV == 0).double()])
     chosen_RSV = by_kind[kind, torch.arange(shape[0])]
     return chosen_RSV / chosen_RSV.sum(-1, keepdim=True)
 
@@ -160,7 +159,7 @@ def _child_prefix(prefix_R: Tensor, token_R: Tensor, vocab: int) -> Tensor:
     return torch.where((prefix_R >= 0) & (token_R >= 0) & (token_R < vocab), prefix_R * vocab + token_R + 1, -1)
 
 
-def draft_tree(experiment: Experiment, draft_RSV: Tensor, chooser: ForkingChooser) -> tuple[DraftTree, Tensor]:
+def draft_tree(experiment: Experiment, draft_RSV: Tensor, chooser: Chooser) -> tuple[DraftTree, Tensor]:
     """Draft the experiment's shape for every row; also each node's prefix number [R, N] (-1: padding)."""
     shape, vocab, rows_R = experiment.shape, experiment.vocab, torch.arange(draft_RSV.shape[0])
     sampled = experiment.draft != "top_k"
@@ -191,7 +190,7 @@ def draft_tree(experiment: Experiment, draft_RSV: Tensor, chooser: ForkingChoose
     return tree, prefix_RN
 
 
-def one_round(experiment: Experiment, cases: Cases, case_R: Tensor, chooser: ForkingChooser) -> verification.Verified:
+def one_round(experiment: Experiment, cases: Cases, case_R: Tensor, chooser: Chooser) -> verification.Verified:
     """Draft and verify once for every row, as the decode loop does."""
     tree, prefix_RN = draft_tree(experiment, cases.draft_RSV[case_R], chooser)
     if experiment.ragged:
@@ -199,8 +198,10 @@ def one_round(experiment: Experiment, cases: Cases, case_R: Tensor, chooser: For
         prefix_RN = prefix_RN.masked_fill(cut_RN, -1)
         tree = replace(tree, parents_BN=tree.parents_BN.masked_fill(cut_RN, trees.PADDING))
     logits_RNV = cases.logits_RSV[case_R[:, None], prefix_RN.clamp(min=0)]
-    prompts = [experiment.prompt] * len(case_R)
-    context = Context.of(prompts, [1] * len(case_R)) if experiment.sampling.needs_context else None
+    context = None
+    if experiment.sampling.needs_context:
+        prompts = [experiment.prompt] * len(case_R)
+        context = Context.of(prompts, [len(experiment.prompt)] * len(case_R))
     return verification.verify(logits_RNV, tree, experiment.sampling, chooser, context, experiment.rule)
 
 
@@ -214,28 +215,42 @@ def _completed(mass_RS: Tensor, target_RSV: Tensor, length: int) -> Tensor:
     return mass_RS[:, prefix_count(vocab, length) : prefix_count(vocab, length + 1)]
 
 
-def deviations(experiment: Experiment, cases: Cases) -> Tensor:
+def joint_deviations(
+    experiment: Experiment, cases: Cases, rounds: Iterable[tuple[Tensor, verification.Verified, Tensor]]
+) -> Tensor:
     """Total variation between the joint law of the emitted tokens and the target's, one number a case.
 
-    Mass that went to ids out of range, or got lost, counts in full.
+    `rounds` gives (case of each row, what verification said, probability of each row). Mass that went to ids out of
+    range, or got lost, counts in full.
     """
     vocab, length = experiment.vocab, experiment.length
     mass_RS = torch.zeros(len(cases), prefix_count(vocab, length + 1), dtype=torch.float64)
-    pending = [(torch.arange(len(cases)), torch.full((len(cases), MAX_CALLS), -1))]
-    while pending:
-        case_R, script_RC = pending.pop()
-        chooser = experiment.chooser(script_RC, vocab)
-        verified = one_round(experiment, cases, case_R, chooser)
+    for case_R, verified, weight_R in rounds:
         prefix_R, count_R = torch.zeros_like(case_R), verified.accepted_B + 1
         for step, token_R in enumerate(verified.emitted_BL.unbind(1)):
             prefix_R = torch.where(step < count_R, _child_prefix(prefix_R, token_R, vocab), prefix_R)
         inside_R = prefix_R >= 0
-        mass_RS.index_put_((case_R[inside_R], prefix_R[inside_R]), chooser.weight_R[inside_R], accumulate=True)
-        row, more_RC = chooser.alternatives()
-        pending += list(zip(case_R[row].split(MAX_ROWS), more_RC.split(MAX_ROWS), strict=True)) if len(row) else []
+        mass_RS.index_put_((case_R[inside_R], prefix_R[inside_R]), weight_R[inside_R], accumulate=True)
     joint_RJ = _completed(mass_RS, cases.target_RSV, length)
     start_RS = torch.zeros_like(mass_RS)
     start_RS[:, 0] = 1.0
     expected_RJ = _completed(start_RS, cases.target_RSV, length)
     lost_R = (1 - joint_RJ.sum(1)).abs()
     return ((joint_RJ - expected_RJ).abs().sum(1) + lost_R) / 2
+
+
+def outcomes(experiment: Experiment, cases: Cases) -> Iterator[tuple[Tensor, verification.Verified, Tensor]]:
+    """Every outcome of one round for every case: (case of each row, result, probability)."""
+    pending = [(torch.arange(len(cases)), torch.full((len(cases), MAX_CALLS), -1))]
+    while pending:
+        case_R, script_RC = pending.pop()
+        chooser = experiment.chooser(script_RC, experiment.vocab)
+        yield case_R, one_round(experiment, cases, case_R, chooser), chooser.weight_R
+        row, more_RC = chooser.alternatives()
+        if len(row):
+            pending += zip(case_R[row].split(MAX_ROWS), more_RC.split(MAX_ROWS), strict=True)
+
+
+def deviations(experiment: Experiment, cases: Cases) -> Tensor:
+    """Enumerate the experiment: total variation from the target's law, one number a case."""
+    return joint_deviations(experiment, cases, outcomes(experiment, cases))

@@ -62,6 +62,11 @@ class Sampling:
                 raise HeadwayError(f"sampling: {remedy}")
 
     @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as sorted pairs of token id and number."""
+        return tuple(self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias)
+
+    @property
     def greedy(self) -> bool:
         """Temperature 0."""
         return self.temperature == 0
@@ -167,7 +172,7 @@ def _warped(scores_RV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _check_ids(sampling: Sampling, vocab_size: int) -> None:
-    named = [token for token, _ in sampling.logit_bias] + [token for word in sampling.bad_words for token in word]
+    named = [token for token, _ in sampling.biases] + [token for word in sampling.bad_words for token in word]
     for token in named:
         if not 0 <= token < vocab_size:
             raise HeadwayError(f"sampling: logit_bias or bad_words names token {token}; the target has {vocab_size}")
@@ -188,9 +193,7 @@ def target_law(logits_RV: Tensor, sampling: Sampling, context: Context | None = 
     if sampling.logit_bias or sampling.bad_words:
         _check_ids(sampling, scores_RV.shape[-1])
     if sampling.logit_bias:
-        scores_RV = scores_RV + _device_bias(
-            sampling.logit_bias, scores_RV.shape[-1], (scores_RV.dtype, scores_RV.device)
-        )
+        scores_RV = scores_RV + _device_bias(sampling.biases, scores_RV.shape[-1], (scores_RV.dtype, scores_RV.device))
     if context is not None and sampling.needs_context:
         scores_RV = _penalised(scores_RV, sampling, context)
     if sampling.bad_words:
