@@ -158,10 +158,15 @@ def check(settings: Settings) -> None:
     if settings.held_out < 0:
         raise HeadwayError(f"--held_out {settings.held_out}: give 0 or a positive number")
     out = settings.out
-    if out.exists() and not out.is_dir():
-        raise HeadwayError(f"{out}: is a file; give --out a folder")
+    if not nearest(out).is_dir():
+        raise HeadwayError(f"{nearest(out)}: is a file; give --out a folder")
     if out.exists() and not (out / MANIFEST).exists() and any(not path.name.startswith(".") for path in out.iterdir()):
         raise HeadwayError(f"{out}: holds files but no feature store; give --out a new folder")
+
+
+def nearest(path: Path) -> Path:
+    """The path itself where it exists, else the closest of its parents that does."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
 def describe_run(settings: Settings, source: Source, taps: tuple[int, ...], processes: int) -> dict[str, Any]:
@@ -226,8 +231,7 @@ def announce(
             f"{settings.out}: {len(planned) - len(pending):,} conversations are there, {len(pending):,} are to be collected"
         )
     needed = sum(row.entry.length for row in pending) * token_bytes
-    there = next(folder for folder in [settings.out, *settings.out.absolute().parents] if folder.exists())
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(nearest(settings.out)).free
     say(f"{settings.out}: {needed / 1e6:,.1f} MB to write in {settings.store_dtype}, {free / 1e6:,.1f} MB free")
     if needed > free:
         raise HeadwayError(
