@@ -97,11 +97,13 @@ class SeededChooser:
 
     def begin(self, position_B: Tensor) -> None:
         """Start a round: `position_B` [B] = tokens of each row's output so far (0 for the prefill's own token)."""
-        self._position_BP = position_B[:, None] + torch.arange(SPAN, device=position_B.device)
+        self._position_BP = position_B[:, None] + torch.arange(SPAN + 1, device=position_B.device)
         self._round_B = _mix(self.seed_B ^ _mix(position_B))
         self._tables: dict[int, Tensor] = {}
 
     def _coin(self, purpose: int, depth: int | Tensor) -> Tensor:
+        if isinstance(depth, int) and depth >= SPAN:
+            raise HeadwayError(f"a draft of more than {SPAN - 1} tokens in a row cannot be verified; shorten the draft")
         if purpose not in self._tables:
             seed_B = self.seed_B if purpose == PICK else self._round_B
             self._tables[purpose] = coins(seed_B, self._position_BP, purpose)

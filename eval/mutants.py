@@ -39,6 +39,7 @@ SMALL_TREE = TreeShape.of([(0,), (1,), (0, 0), (1, 0)])
 SAMPLED_CHAIN = Experiment("rejection: sampled chain", "rejection", "iid", CHAIN, vocab=4)
 BLOCK_CHAIN = Experiment("block: sampled chain", "block", "iid", CHAIN, vocab=4)
 MATCH_TREE = Experiment("match: deterministic tree", "match", "top_k", TREE, vocab=4)
+MATCH_SMALL_TREE = Experiment("match: small deterministic tree", "match", "top_k", SMALL_TREE, vocab=4)
 REJECTION_TREE = Experiment("rejection: deterministic tree", "rejection", "top_k", TREE, vocab=4)
 IID_WIDE = Experiment("rejection: three i.i.d. siblings", "rejection", "iid", WIDE, vocab=4)
 IID_TREE = Experiment("rejection: i.i.d. tree", "rejection", "iid", SMALL_TREE, vocab=3)
@@ -317,7 +318,7 @@ MUTANTS: tuple[AnyMutant, ...] = (
     Mutant("typical acceptance", TYPICAL, nullcontext),
     Mutant("argmax draft, softmax q in the ratio", SAMPLED_CHAIN, _drawn(_argmax_draft)),
     Mutant("deterministic children, last draw from p", REJECTION_TREE, _part("try_children", _last_draw_from_p)),
-    Mutant("a draw from p per path, longest match wins", MATCH_TREE, lambda: _rule("match", _draw_per_path)),
+    Mutant("a draw from p per path, longest match wins", MATCH_SMALL_TREE, lambda: _rule("match", _draw_per_path)),
     Mutant("one coin for acceptance and residual", replace(SAMPLED_CHAIN, chooser=_OneCoinChooser), nullcontext),
     Mutant("draft sampled from top-2 of q, raw q in the ratio", SAMPLED_CHAIN, _drawn(_top_two_draft)),
     Mutant("temperature on one side only", SAMPLED_CHAIN, _raw_draft_law),

@@ -139,7 +139,8 @@ def _penalised(scores_RV: Tensor, sampling: Sampling, context: Context) -> Tenso
         scores_RV = torch.where(context.counts(scores_RV, output_only=False) > 0, scaled_RV, scores_RV)
     if sampling.presence_penalty or sampling.frequency_penalty:
         counts_RV = context.counts(scores_RV, output_only=True)
-        scores_RV = scores_RV - sampling.frequency_penalty * counts_RV - sampling.presence_penalty * (counts_RV > 0)
+        present_RV = counts_RV.clamp(max=1)
+        scores_RV = scores_RV - sampling.frequency_penalty * counts_RV - sampling.presence_penalty * present_RV
     return scores_RV
 
 
