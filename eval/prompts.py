@@ -40,11 +40,7 @@ def read_prompts(path: Path, target: Target) -> list[Prompt]:
     if not path.is_file():
         raise HeadwayError(f"{path}: no such file; give --prompts a JSON lines file with {KEYS}")
     prompts = []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise HeadwayError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line.strip():
             source = f"{path}, line {number}"
             prompts.append(_prompt(source, _messages(source, line), target))
@@ -63,14 +59,16 @@ def check_lengths(prompts: Sequence[Prompt], room: int, target: Target) -> None:
             )
 
 
-def _messages(source: str, line: str) -> list[dict[str, Any]]:
+def _messages(source: str, line: bytes) -> list[dict[str, Any]]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise HeadwayError(f"{source}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise HeadwayError(f"{source}: not JSON ({error.msg}, column {error.colno}); mend or remove the row") from error
     found = row if isinstance(row, dict) else {}
     messages, turns, question = found.get("messages"), found.get("turns"), found.get("question")
-    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+    if isinstance(messages, list) and all(map(_is_message, messages)):
         return messages
     if isinstance(turns, list) and turns and isinstance(turns[0], str):
         return [{"role": "user", "content": turns[0]}]
@@ -79,10 +77,17 @@ def _messages(source: str, line: str) -> list[dict[str, Any]]:
     raise HeadwayError(f"{source}: no prompt in it; a row is an object with one of {KEYS}")
 
 
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
 def _prompt(source: str, messages: list[dict[str, Any]], target: Target) -> Prompt:
     asked = list(messages)
     while asked and asked[-1].get("role") != "user":
         asked.pop()
     if not asked:
         raise HeadwayError(f"{source}: no user turn to answer; add one or remove the row")
-    return Prompt(source, asked, prompt_ids(target.tokenizer, asked))
+    try:
+        return Prompt(source, asked, prompt_ids(target.tokenizer, asked))
+    except HeadwayError as error:  # the chat template's own words, with the row they are about
+        raise HeadwayError(f"{source}: {error}") from error

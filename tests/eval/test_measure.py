@@ -28,7 +28,8 @@ from heads.medusa import MedusaConfig
 from heads.target import Target, fingerprint
 from tests.eval.test_report import SHAPE, check_shape
 
-SIZES = ["--count", "3", "--max_new_tokens", "8", "--repeats", "2", "--identity_prompts", "2", "--identity_tokens", "6"]
+COUNT, REPEATS = 2, 2
+SIZES = f"--count {COUNT} --repeats {REPEATS} --max_new_tokens 6 --identity_prompts 1 --identity_tokens 5".split()
 
 
 def save_tiny_head(folder: Path, target: Path, name: str = "tiny") -> Path:
@@ -86,11 +87,11 @@ def test_a_measurement_writes_a_report_of_schema_1(script: Any, tiny_head: Path,
     for run in report["runs"]:
         assert run["lossless"]["greedy_identical"]
         assert run["lossless"]["divergences"] == []
-        assert run["prompts"] == 3
+        assert run["prompts"] == COUNT
         assert run["tokens"] == none["tokens"], "greedy in fp32: the same texts"
         # every round is one pass of the target: emitted tokens and prefill tokens make up the outputs
-        assert run["tau"]["micro"] * run["rounds"] + 3 * 2 == pytest.approx(run["tokens"])
-        assert sum(index * count for index, count in enumerate(run["emitted"])) == run["tokens"] - 3 * 2
+        assert run["tau"]["micro"] * run["rounds"] + COUNT * REPEATS == pytest.approx(run["tokens"])
+        assert sum(index * count for index, count in enumerate(run["emitted"])) == run["tokens"] - COUNT * REPEATS
     assert report["protocol"]["calibration"]["apart"]
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["report.html", "report.json", "report.md"]
 
@@ -123,6 +124,8 @@ BAD_ROWS = {
     "no prompt": ('{"text": "hello"}', "line 7"),
     "not an object": ("[1, 2]", "line 7"),
     "no user turn": ('{"messages": [{"role": "assistant", "content": "hello"}]}', "line 7"),
+    "content that is no text": ('{"messages": [{"role": "user", "content": 7}]}', "line 7"),
+    "not UTF-8": ('{"question": "\udcff"}', "line 7"),
     "too long": (json.dumps({"question": "the cat sat " * 300}), "line 7"),
 }
 
@@ -131,7 +134,7 @@ BAD_ROWS = {
 def test_a_bad_row_is_one_line_naming_file_and_row(script: Any, kind: str, tmp_path: Path) -> None:
     row, where = BAD_ROWS[kind]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"question": "the cat"}\n' * 6 + row + "\n")
+    prompts.write_bytes(b'{"question": "the cat"}\n' * 6 + row.encode("utf-8", "surrogateescape") + b"\n")
     code, _, errors = script("--head", "lookup", "--prompts", prompts, "--count", "9", "--out", tmp_path / "report")
     assert code == 2
     assert errors.startswith("error: ")
