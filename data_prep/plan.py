@@ -118,12 +118,10 @@ def plan(
             bare.append(conversation.id)
     if bare:
         say(f"{len(bare)} conversations without a supervised token in {max_length} tokens left out, first: {bare[0]}")
-    if bare and not planned:
+    if not planned:
         raise HeadwayError(
             f"no conversation has a supervised token within --max_length {max_length} (first: {bare[0]}); give a larger one"
         )
-    if not planned:
-        raise HeadwayError("no conversation is left to collect; give more of them or a lower --held_out")
     return planned
 
 

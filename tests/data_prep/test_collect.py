@@ -183,7 +183,7 @@ def launch(settings: Settings, *, ranks: int = 1) -> subprocess.Popen[bytes]:
 def test_killed_and_started_again_writes_the_same_bytes(
     settings: Make, tmp_path: Path, one_thread: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    many = write_conversations(tmp_path / "many.jsonl", make_conversations(400, seed=1))
+    many = write_conversations(tmp_path / "many.jsonl", make_conversations(150, seed=1))
     killed = settings(conversations=many, shard_tokens=300)
     process = launch(killed)
     try:
@@ -389,7 +389,7 @@ def test_a_conversation_beyond_the_positions_is_refused(settings: Make, tmp_path
         ({"max_tokens": 0}, "--max_tokens 0: give a positive number"),
         ({"batch_tokens": -1}, "--batch_tokens -1: give a positive number"),
         ({"held_out": -1}, "--held_out -1"),
-        ({"held_out": 24}, "held_out"),
+        ({"held_out": 24}, "24 conversations to hold out of 24"),
     ],
 )
 def test_bad_settings_are_refused_and_nothing_is_written(settings: Make, changes: dict[str, Any], message: str) -> None:
