@@ -1,0 +1,183 @@
+"""The typed configuration of a training run: one schema for command line, YAML files and provenance.
+
+A script reads it with `read_recipe`: `--config FILE.yaml`, then dotted overrides (`--optim.lr 1e-3`); unknown keys are refused;
+`--print_config` shows the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from heads.errors import HeadwayError
+
+# What may differ between a run and its continuation: nothing that the weights depend on.
+FREE_KEYS = ("log",)
+
+
+@dataclass
+class Data:
+    """What is trained on.
+
+    Args:
+        features: folder of a feature store (data_prep/collect.py makes it).
+        held_out: conversations kept for validation: those whose ids have the smallest SHA-256.
+    """
+
+    features: str = "artifacts/features"
+    held_out: int = 64
+
+
+@dataclass
+class Optim:
+    """AdamW with a cosine schedule.
+
+    Args:
+        lr: peak learning rate.
+        betas: the two decay rates of AdamW.
+        weight_decay: decoupled weight decay.
+        warmup: share of the steps over which the learning rate rises from 0.
+        clip: largest global norm of the gradient.
+        epochs: passes over the training conversations.
+        max_steps: stop (and end the schedule) after so many steps; null = all epochs.
+        batch_tokens: tokens of one optimizer step, all processes together; a longer conversation makes a step of its own.
+        accumulation: forward passes per process that one step is divided into; changes memory, not the result.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup: float = 0.1
+    clip: float = 1.0
+    epochs: int = 2
+    max_steps: int | None = None
+    batch_tokens: int = 16384
+    accumulation: int = 1
+
+
+@dataclass
+class Save:
+    """Checkpoints and validation.
+
+    Args:
+        every: steps between two checkpoints; each is validated first, and the best one becomes the result.
+        keep_last: checkpoints kept beside the best.
+    """
+
+    every: int = 100
+    keep_last: int = 2
+
+
+@dataclass
+class Log:
+    """Where the figures go, beside the console and metrics.jsonl.
+
+    Args:
+        wandb: auto = online with a key, offline without.
+        project: wandb's project.
+    """
+
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+    project: str = "headway"
+
+
+@dataclass
+class Recipe:
+    """What every trainer has in common; a trainer adds its `head`.
+
+    Args:
+        target: the embedded target's name, a folder, or a Hub id.
+        out: folder of the finished head; the run keeps its checkpoints there too.
+        seed: of the order of the data and of every random number.
+        precision: auto = bf16 where the device is faster with it.
+    """
+
+    target: str = "smollm2-135m-instruct"
+    out: str = "artifacts/head"
+    seed: int = 0
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    save: Save = field(default_factory=Save)
+    log: Log = field(default_factory=Log)
+
+    def check(self) -> None:
+        """Raise HeadwayError naming the key for a value that cannot be."""
+        optim = self.optim
+        require("optim.lr", optim.lr, 0 < optim.lr < math.inf, "above 0, such as 1e-3")
+        for beta in optim.betas:
+            require("optim.betas", beta, 0 <= beta < 1, "from 0 to below 1, such as 0.9")
+        require("optim.weight_decay", optim.weight_decay, 0 <= optim.weight_decay < math.inf, "0 or above")
+        require("optim.warmup", optim.warmup, 0 <= optim.warmup < 1, "a share from 0 to below 1, such as 0.1")
+        require("optim.clip", optim.clip, 0 < optim.clip < math.inf, "above 0, such as 1.0")
+        for name in ("epochs", "batch_tokens", "accumulation"):
+            value = getattr(optim, name)
+            require(f"optim.{name}", value, value >= 1, "at least 1")
+        require(
+            "optim.max_steps", optim.max_steps, optim.max_steps is None or optim.max_steps >= 1, "at least 1, or null"
+        )
+        require(
+            "data.held_out",
+            self.data.held_out,
+            self.data.held_out >= 1,
+            "at least 1: the best checkpoint is chosen on it",
+        )
+        require("save.every", self.save.every, self.save.every >= 1, "at least 1")
+        require("save.keep_last", self.save.keep_last, self.save.keep_last >= 1, "at least 1")
+        require("seed", self.seed, 0 <= self.seed < 2**63, "between 0 and 2^63")
+
+
+def require(key: str, value: Any, holds: bool, wanted: str) -> None:
+    """Raise HeadwayError naming the key unless `holds`."""
+    if not holds:
+        raise HeadwayError(f"recipe: {key} is {value}; it must be {wanted}")
+
+
+R = TypeVar("R", bound=Recipe)
+
+
+def read_recipe(recipe_class: type[R], default: Path, arguments: Sequence[str]) -> R:
+    """The recipe that `arguments` ask for, checked; without `--config` it is the file `default`.
+
+    Raises HeadwayError for an unknown key, a value of the wrong type or out of range, and a file that cannot be read.
+    """
+    parser = ArgumentParser(exit_on_error=False, description=recipe_class.__doc__)
+    parser.add_argument("--config", action="config", help="recipe file (YAML); later arguments override it")
+    parser.add_class_arguments(recipe_class, as_group=False)
+    named = any(argument == "--config" or argument.startswith("--config=") for argument in arguments)
+    arguments = arguments if named else [f"--config={default}", *arguments]
+    try:
+        parsed = parser.parse_args(arguments)
+        recipe = parser.instantiate_classes(parsed)
+    except ArgumentError as error:
+        raise HeadwayError(f"recipe ({' '.join(arguments)}): {error}; see --help and --print_config") from error
+    recipe = recipe_class(**{name: getattr(recipe, name) for name in recipe_class.__dataclass_fields__})
+    recipe.check()
+    return recipe
+
+
+def differing_key(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str | None:
+    """The first dotted key at which two recipes (as dicts) differ, apart from those that may."""
+    for key in sorted(old.keys() | new.keys()):
+        name = prefix + key
+        if name in FREE_KEYS:
+            continue
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            if deeper := differing_key(a, b, f"{name}."):
+                return deeper
+        elif a != b:
+            return name
+    return None
+
+
+def as_json(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain JSON values (tuples become lists), for manifests and comparison."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
+    return plain
