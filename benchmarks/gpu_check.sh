@@ -42,7 +42,7 @@ head=artifacts/demo/medusa
 step "tests/gpu" 120 "$python" -m pytest -q -m gpu tests/gpu
 if [[ ! -f $head/manifest.json ]]; then
     head=artifacts/gpu/medusa
-    step "collect" 90 "$python" data_prep/collect.py --held_out 64 --max_tokens 60000 --dtype bfloat16 \
+    step "collect" 90 "$python" data_prep/collect.py --held_out 64 --max_tokens 60000 \
         --conversations data_prep/samples/smollm2-conversations.jsonl --out artifacts/gpu/features
     step "train" 90 "$python" train/medusa.py --config configs/recipes/demo.yaml \
         --data.features artifacts/gpu/features --out "$head" --log.wandb off
