@@ -21,6 +21,8 @@ from heads.errors import HeadwayError
 
 # Purposes of a coin. Trials of one depth are told apart by adding the trial's number.
 PICK, ACCEPT, DRAFT = 1 << 20, 2 << 20, 3 << 20
+# Tokens whose probabilities are summed together in a first step when a token is drawn.
+BLOCK = 512
 # Coins are made for this many depths at once: one small kernel run a round and purpose, not one a depth.
 SPAN = 64
 
@@ -54,14 +56,29 @@ def accepted(coin_B: Tensor, probability_B: Tensor) -> Tensor:
 def invert(probs_BV: Tensor, coin_B: Tensor) -> Tensor:
     """Inverse distribution function: ids [B] with law `probs_BV`, from coins in [0, 1).
 
-    The first token whose running sum exceeds coin * total: never one of probability zero. The running sum is float64,
-    and rounding at the top end falls back on the last token with mass; so an id is in range for any input, NaN too.
+    The first token whose running sum exceeds coin * total: never one of probability zero. Sums run over blocks first
+    and then inside one, in float64, so that no second [B, V] is made; a block's own sum has the rounding of the law
+    itself. Rounding at a top end falls back on the last token with mass, so an id is in range for any input, NaN too.
     """
-    running_BV = probs_BV.cumsum(-1, dtype=torch.float64)
-    total_B1 = running_BV[:, -1:].contiguous()
-    ids_B1 = torch.searchsorted(running_BV, coin_B[:, None] * total_B1, right=True)
-    last_B1 = torch.searchsorted(running_BV, total_B1, right=False)
-    return torch.minimum(ids_B1, last_B1)[:, 0].clamp(max=probs_BV.shape[-1] - 1)
+    vocab = probs_BV.shape[-1]
+    size = min(BLOCK, vocab)
+    whole = vocab - vocab % size
+    sums_BK = probs_BV[:, :whole].unflatten(1, (-1, size)).sum(-1)
+    rest_B1 = probs_BV[:, whole:].sum(-1, keepdim=True)
+    running_BK = torch.cat([sums_BK, rest_B1], 1).to(torch.float64).cumsum(1)
+    level_B1 = coin_B[:, None] * running_BK[:, -1:]
+    block_B1 = _first_above(running_BK, level_B1)
+    before_B1 = running_BK.gather(1, (block_B1 - 1).clamp(min=0)).masked_fill(block_B1 == 0, 0.0)
+    index_BX = block_B1 * size + torch.arange(size, device=probs_BV.device)
+    inside_BX = probs_BV.gather(1, index_BX.clamp(max=vocab - 1)).to(torch.float64).masked_fill(index_BX >= vocab, 0.0)
+    offset_B1 = _first_above(inside_BX.cumsum(1), level_B1 - before_B1)
+    return (block_B1 * size + offset_B1)[:, 0].clamp(max=vocab - 1)
+
+
+def _first_above(running_BX: Tensor, level_B1: Tensor) -> Tensor:
+    """Index [B, 1] of the first running sum above the level, and at most that of the last one that still grew."""
+    found_B1 = torch.searchsorted(running_BX, level_B1, right=True)
+    return torch.minimum(found_B1, torch.searchsorted(running_BX, running_BX[:, -1:].contiguous(), right=False))
 
 
 def _mix(state: Tensor) -> Tensor:

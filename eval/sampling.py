@@ -157,7 +157,8 @@ def _without_bad_words(scores_RV: Tensor, sampling: Sampling, context: Context |
 
 def _warped(scores_RV: Tensor, sampling: Sampling) -> Tensor:
     """Temperature, top-k, top-p, min-p; dropped tokens become -inf."""
-    scores_RV = scores_RV / sampling.temperature
+    if sampling.temperature != 1:
+        scores_RV = scores_RV / sampling.temperature
     if 0 < sampling.top_k < scores_RV.shape[-1]:
         least_R1 = scores_RV.topk(sampling.top_k).values[:, -1:]
         scores_RV = scores_RV.masked_fill(scores_RV < least_R1, -torch.inf)

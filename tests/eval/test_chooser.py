@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from scipy import stats
@@ -104,3 +106,23 @@ def test_bad_input_is_refused() -> None:
         SeededChooser([])
     with pytest.raises(HeadwayError, match=f"more than {SPAN - 1} tokens"):
         SeededChooser([0]).accept(torch.ones(1), SPAN, 0, torch.ones(1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("vocab", [1, 4, 511, 512, 513, 1024, 5000])
+def test_the_inverse_is_the_plain_running_sum(vocab: int) -> None:
+    """In blocks or not: the first token whose running sum, taken one by one, exceeds coin * total; zeros never."""
+    generator = torch.Generator().manual_seed(vocab)
+    law_BV = torch.rand(40, vocab, generator=generator, dtype=torch.float64) ** 8
+    law_BV[:, torch.rand(vocab, generator=generator) < 0.5] = 0.0
+    law_BV[:, vocab // 2] = 0.3
+    coin_B = torch.rand(40, generator=generator, dtype=torch.float64)
+    coin_B[:2], coin_B[2:4] = 0.0, 1 - 2.0**-53
+    for probs, coin, found in zip(law_BV.tolist(), coin_B.tolist(), invert(law_BV, coin_B).tolist(), strict=True):
+        level, running = coin * math.fsum(probs), 0.0
+        ends = []
+        for probability in probs:
+            running += probability
+            ends.append(running)
+        assert probs[found] > 0
+        assert ends[found] > level * (1 - 1e-12)
+        assert ends[found] - probs[found] <= level * (1 + 1e-12)

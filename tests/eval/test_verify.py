@@ -20,7 +20,6 @@ from eval.mutants import (
     IID_WIDE,
     MUTANTS,
     ONCE_WIDE,
-    REJECTION_TREE,
     SAMPLED_CHAIN,
     TREE,
     TYPICAL,
