@@ -142,7 +142,6 @@ class _Decoding:
         counts = [count + 1 if alive else 0 for count, alive in zip(kept.accepted, live, strict=True)]
         self.passes.commit(tree, verified.path_BL, counts_B * live_B, counts)
         self.drafter.observe(_committed(tree, states, verified, counts_B))
-        drafted = self._drafted(tree)
         host_s = self.clock.now() - verified_at
         share = 1 / sum(live)
         for number, row in enumerate(self.rows):
@@ -151,7 +150,7 @@ class _Decoding:
                     Round(
                         prompt=number,
                         position=positions[number],
-                        drafted=drafted[number],
+                        drafted=kept.drafted[number],
                         accepted=kept.accepted[number],
                         emitted=taken[number],
                         stop=row.stop,
@@ -182,9 +181,6 @@ class _Decoding:
             for row, tokens in zip(self.rows, kept.emitted, strict=True)
         ]
         return kept, taken
-
-    def _drafted(self, tree: DraftTree) -> list[int]:
-        return tree.counts_B.tolist()
 
 
 def _committed(tree: DraftTree, states: States, verified: Verified, counts_B: torch.Tensor) -> Committed:

@@ -165,7 +165,7 @@ def _draw_per_path(laws: TargetLaws, tree: DraftTree, chooser: Chooser) -> Verif
             best = found
             continue
         longer_B = found.accepted_B > best.accepted_B
-        fields = ("accepted_B", "path_BL", "next_B", "emitted_BL", "bad_B")
+        fields = ("drafted_B", "accepted_B", "path_BL", "next_B", "emitted_BL", "bad_B")
         pairs = {name: (getattr(found, name), getattr(best, name)) for name in fields}
         best = Verified(
             **{

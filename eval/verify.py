@@ -32,6 +32,7 @@ from heads.errors import HeadwayError
 class HostVerified:
     """A round's result as host numbers, one entry a row. `path` starts with the root's node index, 0."""
 
+    drafted: list[int]
     accepted: list[int]
     path: list[list[int]]
     emitted: list[list[int]]
@@ -41,6 +42,7 @@ class HostVerified:
 class Verified:
     """What verification decided, on the device.
 
+    drafted_B   drafts offered.
     accepted_B  drafts accepted.
     path_BL     node indices from the root (0) to the last accepted draft, then -1: the cache slots to commit.
     next_B      the target's own token after them (the bonus token): the next round's root.
@@ -48,6 +50,7 @@ class Verified:
     bad_B       depth at which a row met logits without a law (NaN, +inf, all -inf), or -1.
     """
 
+    drafted_B: Tensor
     accepted_B: Tensor
     path_BL: Tensor
     next_B: Tensor
@@ -60,16 +63,18 @@ class Verified:
         `positions`: tokens of each row's output before the round. Raises HeadwayError that names row and output
         position if a live row's logits were not finite.
         """
-        packed_BP = torch.cat([self.accepted_B[:, None], self.bad_B[:, None], self.path_BL, self.emitted_BL], 1)
+        counts_B3 = torch.stack([self.drafted_B, self.accepted_B, self.bad_B], 1)
+        packed_BP = torch.cat([counts_B3, self.path_BL, self.emitted_BL], 1)
         length = self.path_BL.shape[1]
-        accepted, path, emitted = [], [], []
-        for row, (count, bad, *rest) in enumerate(packed_BP.tolist()):
+        drafted, accepted, path, emitted = [], [], [], []
+        for row, (offered, count, bad, *rest) in enumerate(packed_BP.tolist()):
             if bad >= 0 and (live is None or live[row]):
                 raise non_finite(row, positions[row] + bad)
+            drafted.append(offered)
             accepted.append(count)
             path.append(rest[: count + 1])
             emitted.append(rest[length : length + count + 1])
-        return HostVerified(accepted, path, emitted)
+        return HostVerified(drafted, accepted, path, emitted)
 
 
 class TargetLaws:
@@ -128,7 +133,7 @@ def _verified(tree: DraftTree, accepted_B: Tensor, path_BL: Tensor, next_B: Tens
     drafts_BL = tree.tokens_BN.gather(1, path_BL.clamp(min=0)).where(path_BL >= 0, -1)
     emitted_BL = torch.cat([drafts_BL[:, 1:], torch.full_like(next_B, -1)[:, None]], 1)
     emitted_BL = emitted_BL.scatter(1, accepted_B[:, None], next_B[:, None])
-    return Verified(accepted_B, path_BL, next_B, emitted_BL, bad_B)
+    return Verified(tree.counts_B, accepted_B, path_BL, next_B, emitted_BL, bad_B)
 
 
 # --- match ------------------------------------------------------------------------------------------------------------
