@@ -18,6 +18,7 @@ HEADERS = [
     "slower than 1x",
     "identical in fp32",
 ]
+GAP = 1.25  # a measured and a predicted speedup further apart than this are not to be believed
 
 
 def cells(run: Run) -> list[str]:
@@ -52,10 +53,16 @@ def print_table(report: Report, console: Console) -> None:
 
 
 def notes(report: Report) -> list[str]:
-    """Lines to read beside the table: verdicts, divergences, loops, failed identity."""
+    """Lines to read beside the table: verdicts, gaps to the prediction, divergences, loops, failed identity."""
     lines = []
     for run in report["runs"]:
         name = label(run)
+        measured, predicted = run["speedup"]["decode"], run["speedup"]["predicted"]
+        if measured and predicted and not 1 / GAP < measured / predicted < GAP:
+            lines.append(
+                f"{name}: measured {measured:.2f}x but {predicted:.2f}x predicted from its tau and the costs calibrated "
+                "before: the machine was busy with something else, or costs grow with the length; measure again"
+            )
         if run["drafter"] != "none" and run["verdict"] != "pays":
             lines.append(f"{name}: {run['verdict']}")
         if run["loops"]:

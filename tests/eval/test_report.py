@@ -16,7 +16,7 @@ from eval.metrics import Costs
 from eval.report import write_report
 from eval.report.figures import describe_run
 from eval.report.schema import Lossless, Report, Settings
-from eval.report.table import print_table
+from eval.report.table import notes, print_table
 
 NUMBER = (int, float)
 HOSTILE = "</script><script>alert(1)</script><b>&amp; | `x`"
@@ -140,6 +140,12 @@ def test_console_table_shows_the_figures_and_what_differs() -> None:
     shown = screen.getvalue()
     for text in ("1.91", "1.59x", "30 %", "NO", "prompt 3 at token 7", "heads/[red]x", "margin there at most 0.015"):
         assert text in shown
+
+
+def test_a_measurement_far_from_its_prediction_is_pointed_out() -> None:
+    assert not [note for note in notes(sample_report()) if "predicted" in note]
+    (note,) = [note for note in notes(sample_report(pace=0.5)) if "predicted" in note]
+    assert note.startswith("medusa (heads/tiny): measured 0.38x but 1.59x predicted")
 
 
 class Reader(HTMLParser):
