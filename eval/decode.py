@@ -8,7 +8,7 @@ Shapes: B rows, T prompt positions, N tree nodes, L path length, V vocabulary, H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,18 +29,26 @@ from heads.target import States, Target
 class Settings:
     """How to decode. `stop_ids` None takes the target's own; `seed` fixes every draw (row r of a call uses seed + r).
 
-    `rule` is a name of eval.verify.RULES; None takes the lossless rule that fits the draft.
+    `min_new_tokens`: a stop token has probability 0 before so many tokens are out. `ends` tells of a row's ids, prompt
+    and output, whether the last one completes it (a stop string); it is asked after every token. `rule` is a name of
+    eval.verify.RULES; None takes the lossless rule that fits the draft.
     """
 
     max_new_tokens: int = 128
+    min_new_tokens: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: tuple[int, ...] | None = None
+    ends: Callable[[list[int]], bool] | None = None
     seed: int = 0
     rule: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise HeadwayError(f"max_new_tokens {self.max_new_tokens}: must be at least 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise HeadwayError(
+                f"min_new_tokens {self.min_new_tokens}: must be 0 to max_new_tokens {self.max_new_tokens}"
+            )
 
 
 @dataclass
@@ -55,13 +63,15 @@ class _Row:
     def emitted(self) -> int:
         return len(self.ids) - len(self.prompt)
 
-    def take(self, tokens: Sequence[int], stop_ids: Sequence[int], most: int) -> int:
-        """Append tokens up to a stop token or the length limit, both of which end the row; returns how many."""
+    def take(self, tokens: Sequence[int], settings: Settings, stop_ids: Sequence[int]) -> int:
+        """Append tokens up to one that ends the row (stop token, stop string, length limit); returns how many."""
         for count, token in enumerate(tokens, start=1):
             self.ids.append(token)
             if token in stop_ids:
                 self.stop = "eos"
-            elif self.emitted >= most:
+            elif settings.ends is not None and settings.ends(self.ids):
+                self.stop = "stop"
+            elif self.emitted >= settings.max_new_tokens:
                 self.stop = "length"
             if self.stop:
                 return count
@@ -73,23 +83,32 @@ def decode(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     settings: Settings | None = None,
+    listener: Callable[[int, list[int]], None] | None = None,
 ) -> Ledger:
     """Decode a batch of prompts (token ids) and return the ledger: outputs in the order of the prompts, and rounds.
 
+    `listener` is told each row's number and new tokens as soon as they are certain.
     Raises HeadwayError for an empty prompt, a target that cannot roll back, prompts too long for the target, or logits
     that are not finite (naming row and position).
     """
-    return _Decoding(target, drafter, prompts, settings or Settings()).run()
+    return _Decoding(target, drafter, prompts, settings or Settings(), listener).run()
 
 
 class _Decoding:
     """The state of one `decode` call."""
 
-    def __init__(self, target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], settings: Settings) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        prompts: Sequence[Sequence[int]],
+        settings: Settings,
+        listener: Callable[[int, list[int]], None] | None,
+    ) -> None:
         for number, prompt in enumerate(prompts):
             if not len(prompt):
                 raise HeadwayError(f"prompt {number} has no tokens; give at least one (a BOS token, or a chat prompt)")
-        self.target, self.drafter, self.settings = target, drafter, settings
+        self.target, self.drafter, self.settings, self.listener = target, drafter, settings, listener
         self.rows = [_Row(list(prompt), list(prompt)) for prompt in prompts]
         self.stop_ids = target.eos_ids if settings.stop_ids is None else settings.stop_ids
         # the last round starts at most one token short of the limit, and its draft lies behind that token
@@ -164,22 +183,28 @@ class _Decoding:
 
     def _verify(self, last_BNH: torch.Tensor, tree: DraftTree) -> Verified:
         sampling, device = self.settings.sampling, self.target.device
-        self.chooser.begin(torch.tensor([row.emitted for row in self.rows], device=device))
+        self.emitted_B = torch.tensor([row.emitted for row in self.rows], device=device)
+        self.chooser.begin(self.emitted_B)
         context = None
         if sampling.needs_context:
             context = Context.of([row.ids for row in self.rows], [len(row.prompt) for row in self.rows], device)
         logits_BNV = self.target.logits(last_BNH)
+        if self.settings.min_new_tokens:
+            early_BN = self.emitted_B[:, None] + tree.positions() < self.settings.min_new_tokens
+            for stop in self.stop_ids:
+                logits_BNV[:, :, stop] = logits_BNV[:, :, stop].masked_fill(early_BN, -torch.inf)
         return verify(logits_BNV, tree, sampling, self.chooser, context, self.settings.rule)
 
     def _take(self, verified: Verified) -> tuple[HostVerified, list[int]]:
         """Bring the round's result to the host and append it to the rows; returns it and each row's kept tokens."""
         live = [row.stop is None for row in self.rows]
         kept = verified.host([row.emitted for row in self.rows], live)
-        most = self.settings.max_new_tokens
-        taken = [
-            row.take(tokens, self.stop_ids, most) if row.stop is None else 0
-            for row, tokens in zip(self.rows, kept.emitted, strict=True)
-        ]
+        taken = [0] * len(self.rows)
+        for number, row in enumerate(self.rows):
+            if row.stop is None:
+                taken[number] = row.take(kept.emitted[number], self.settings, self.stop_ids)
+                if self.listener is not None:
+                    self.listener(number, row.ids[-taken[number] :])
         return kept, taken
 
 
