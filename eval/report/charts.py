@@ -50,7 +50,7 @@ def _whiskers(value: float | None, interval: list[float] | None) -> dict[str, ob
 
 
 def _speedup(runs: list[Run]) -> go.Figure:
-    figure = _figure("", "times the baseline's tokens per second")
+    figure = _figure("", "tokens/s over the baseline's")
     for name, colour, run in _named(runs):
         speed = run["speedup"]
         bars = (
@@ -114,7 +114,7 @@ def _time(runs: list[Run]) -> go.Figure:
 
 
 def _prompts(runs: list[Run]) -> go.Figure:
-    figure = _figure("", "times the baseline's tokens per second")
+    figure = _figure("", "tokens/s over the baseline's")
     for name, colour, run in _named(runs):
         if run["drafter"] == "none":
             continue

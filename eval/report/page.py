@@ -14,6 +14,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px; mar
 h1 { font-size: 1.6em; margin-bottom: 0 } h2 { font-size: 1.15em; margin-top: 2em }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { padding: .35em .6em; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top }
+td { white-space: nowrap } td:first-child { white-space: normal }
 th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f7f8; padding: .6em; margin: .3em 0 }
 .note { color: #8a4b08 } details { margin: .6em 0 } summary { cursor: pointer }
@@ -26,7 +27,8 @@ def page(report: Report) -> str:
     title = f"{target['name']}: speculative decoding"
     rows = "".join("<tr>" + _cells("td", cells(run)) + "</tr>" for run in report["runs"])
     figures = "".join(
-        f"<h2>{escape(heading)}</h2>" + figure.to_html(full_html=False, include_plotlyjs=index == 0)
+        f"<h2>{escape(heading)}</h2>"
+        + figure.to_html(full_html=False, include_plotlyjs=index == 0, config={"displayModeBar": False})
         for index, (heading, figure) in enumerate(charts(report))
     )
     return (
