@@ -132,7 +132,7 @@ class _Decoding:
     def _prefill(self) -> tuple[torch.Tensor, float]:
         """Commit the prompts and draw each row's first token; returns those [B] and the pass's seconds."""
         started = self.clock.now()
-        self.drafter.start(len(self.rows))
+        self.drafter.start(len(self.rows), self.chooser, self.settings.sampling)
         ids_BT, states = self.passes.prefill([row.prompt for row in self.rows])
         lengths_B = self.passes.cache.lengths_B
         last_B = lengths_B - 1

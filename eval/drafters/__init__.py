@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from eval.chooser import Chooser
+from eval.sampling import Sampling
 from eval.tree import DraftTree
 
 
@@ -44,8 +46,11 @@ class Drafter(Protocol):
     most_drafts: int
     taps: tuple[int, ...]
 
-    def start(self, rows: int) -> None:
-        """Begin a batch of `rows` sequences."""
+    def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
+        """Begin a batch of `rows` sequences, decoded under `sampling`.
+
+        A drafter that samples draws through `chooser.draft`, from the very law that its tree states.
+        """
 
     def observe(self, committed: Committed) -> None:
         """Learn what a pass committed: the prompt first, then each round's accepted path."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from eval.chooser import Chooser
 from eval.drafters import Committed
+from eval.sampling import Sampling
 from eval.tree import DraftTree
 from heads.errors import HeadwayError
 
@@ -33,7 +35,7 @@ class LookupDrafter:
             raise HeadwayError(f"lookup: draft_length {draft_length} and longest {longest} must be at least 1")
         self.most_drafts, self.longest = draft_length, longest
 
-    def start(self, rows: int) -> None:
+    def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
         """Nothing to forget: every draft is made from the sequences handed in."""
 
     def observe(self, committed: Committed) -> None:

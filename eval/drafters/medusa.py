@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from eval.chooser import Chooser
 from eval.drafters import Committed
+from eval.sampling import Sampling
 from eval.tree import DraftTree
 from heads.errors import HeadwayError
 from heads.medusa import MedusaHead
@@ -23,7 +25,7 @@ class MedusaDrafter:
         if not 1 <= self.most_drafts <= heads:
             raise HeadwayError(f"draft length {draft_length}: this checkpoint has heads for 1 to {heads}")
 
-    def start(self, rows: int) -> None:
+    def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
         """Nothing to forget: `observe` replaces the state."""
 
     def observe(self, committed: Committed) -> None:

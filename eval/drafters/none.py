@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from eval.chooser import Chooser
 from eval.drafters import Committed
+from eval.sampling import Sampling
 from eval.tree import DraftTree
 
 
@@ -15,7 +17,7 @@ class NoDrafter:
     most_drafts = 0
     taps: tuple[int, ...] = ()
 
-    def start(self, rows: int) -> None:
+    def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
         """Nothing to forget."""
 
     def observe(self, committed: Committed) -> None:

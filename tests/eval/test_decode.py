@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eval.cache import SlotCache
+from eval.chooser import Chooser
 from eval.decode import Settings, decode
 from eval.drafters import Committed, Drafter
 from eval.drafters.lookup import LookupDrafter, continuation
@@ -32,7 +33,7 @@ class ScriptedDrafter:
         self.texts, self.most_drafts, self.wrong, self.tree = texts, length * (2 if tree else 1), wrong, tree
         self.length = length
 
-    def start(self, rows: int) -> None:
+    def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
         pass
 
     def observe(self, committed: Committed) -> None:
