@@ -34,7 +34,7 @@ test: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-slow: $(READY)
+slow: $(DEMO)/.trained
 	$(BIN)/python -m pytest -m slow
 
 gpu: $(READY)

@@ -52,7 +52,7 @@ def test_states_equal_transformers_hidden_states(tiny_target_dir: Path, ids_BT: 
 
 def test_a_tap_that_is_no_layer_is_refused(tiny_target_dir: Path, ids_BT: torch.Tensor) -> None:
     target = Target.load(str(tiny_target_dir), device="cpu")
-    with pytest.raises(HeadwayError, match="tap 4: .*layers 0 to 3"):
+    with pytest.raises(HeadwayError, match=r"tap 4: .*layers 0 to 3"):
         target.states(ids_BT, taps=(4,))
 
 

@@ -1,0 +1,58 @@
+"""Greedy identity of 64 held-out answers of 128 tokens on the embedded target, fp32, in four ways.
+
+    python benchmarks/identity.py      # after `make demo`; writes benchmarks/results/line-identity.json, ~20 minutes
+
+transformers' `generate` row by row, and the baseline, lookup and Medusa runs of the decode loop in batches of 8 ragged
+rows. `make slow` asserts that all ids are the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from data_prep.conversations import SAMPLES, prompt_ids, read_conversations, split_heldout
+from eval.contenders import build
+from eval.decode import Settings, decode
+from eval.identity import generate
+from eval.ledger import Ledger
+from eval.metrics import mean_accepted_length
+from heads.errors import HeadwayError
+from heads.target import Target
+
+HEAD = Path(__file__).resolve().parents[1] / "artifacts" / "demo" / "medusa"
+PROMPTS, TOKENS, ROWS = 64, 128, 8
+
+
+def measure() -> dict[str, Any]:
+    """Per run: how many of the answers are `generate`'s, which are not, and tau. Raises HeadwayError without a head."""
+    if not (HEAD / "manifest.json").is_file():
+        raise HeadwayError(f"{HEAD}: no demo head; run `make demo` first")
+    target = Target.load(dtype="float32")
+    _, heldout = split_heldout(read_conversations(SAMPLES), PROMPTS)
+    prompts = [prompt_ids(target.tokenizer, conversation.messages[:1]) for conversation in heldout]
+    generated = [generate(target, prompt, TOKENS) for prompt in prompts]
+    print("generate: done", flush=True)
+    figures: dict[str, Any] = {"prompts": PROMPTS, "tokens": TOKENS, "rows": ROWS, "dtype": "float32", "runs": {}}
+    for name in ("none", "lookup", str(HEAD)):
+        drafter = build(name, target, None).drafter
+        ledger = Ledger()
+        for first in range(0, PROMPTS, ROWS):
+            numbers = range(first, first + ROWS)
+            part = decode(target, drafter, prompts[first : first + ROWS], Settings(max_new_tokens=TOKENS))
+            ledger.absorb(part, list(numbers))
+        ledger.check()
+        different = [output.prompt for output in ledger.outputs if output.ids != generated[output.prompt]]
+        figures["runs"][drafter.name] = {
+            "identical": PROMPTS - len(different),
+            "different_prompts": different,
+            "tau": mean_accepted_length(ledger).micro,
+        }
+        print(f"{drafter.name}: {figures['runs'][drafter.name]}", flush=True)
+    return figures
+
+
+if __name__ == "__main__":
+    from results_file import write_result  # beside this file; the slow test imports only `measure`
+
+    write_result("line-identity", measure())
