@@ -93,7 +93,8 @@ class SlotCache(Cache):
         # padding copies a slot onto itself
         source_BL = torch.where(path_BL < 0, goal_BL, self.lengths_B[:, None] + path_BL)
         for layer in self.layers:
-            layer.move(source_BL, goal_BL)
+            if layer.is_initialized:  # a layer that reads another one's keys has none of its own
+                layer.move(source_BL, goal_BL)
 
     def grow(self, counts_B: torch.Tensor, counts: list[int]) -> None:
         """Count `counts` more tokens of each row as committed: the same numbers on the device and on the host."""

@@ -7,31 +7,39 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from eval.cache import SlotCache
-from eval.masks import check_supported, pass_masks
-from eval.tree import DraftTree
+from eval.masks import check_supported, pass_masks, position_limit
+from eval.probe import PROMPTS, SHAPE, needs_probe, probe
+from eval.tree import PADDING, DraftTree
 from heads.errors import HeadwayError
 from heads.target import States, Target
 
 
 class TargetPasses:
-    """The target with a cache for `rows` sequences of up to `capacity` tokens, nodes of the running pass included.
+    """The target with a cache for `rows` sequences of up to `tokens` tokens, and `drafts` tree nodes behind them.
 
-    Raises HeadwayError for a target that cannot take back a rejected draft, or a capacity past its position limit.
+    Raises HeadwayError for a target that cannot take back a rejected draft, or texts longer than its position limit.
     """
 
-    def __init__(self, target: Target, rows: int, capacity: int, taps: Sequence[int] = ()) -> None:
+    def __init__(
+        self, target: Target, rows: int, tokens: int, taps: Sequence[int] = (), drafts: int = 0, probing: bool = False
+    ) -> None:
         check_supported(target)
-        if capacity > target.max_positions:
+        if needs_probe(target) and not probing:
+            probe(target, TargetPasses(target, len(PROMPTS), len(PROMPTS[0]), drafts=len(SHAPE.paths), probing=True))
+        self.target, self.taps, self.limit = target, tuple(taps), position_limit(target)
+        if tokens > self.limit:
             raise HeadwayError(
-                f"target '{target.name}' has {target.max_positions} positions, {capacity} are asked for (prompt, new "
-                "tokens and draft together); shorten the prompt or lower max_new_tokens"
+                f"target '{target.name}' has {self.limit} positions, {tokens} are asked for (prompt and new tokens); "
+                "shorten the prompt or lower max_new_tokens"
             )
-        self.target, self.taps = target, tuple(taps)
-        self.cache = SlotCache(target.num_layers, rows, capacity, target.device)
+        # a row that has ended stays in the batch: at its full length, with a root and a draft that nobody reads
+        self.tokens = tokens
+        self.cache = SlotCache(target.num_layers, rows, tokens + 1 + drafts, target.device)
         # transformers renamed the argument; both names are in the supported range
         parameters = inspect.signature(type(target.decoder).forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -49,16 +57,33 @@ class TargetPasses:
         self.cache.grow(torch.tensor(lengths, device=device), lengths)
         return ids_BT, states
 
+    def fit(self, tree: DraftTree) -> DraftTree:
+        """The tree without the nodes that lie past the target's last position; the draft that was offered.
+
+        Which nodes go depends on their depth alone, so what is verified keeps the target's law.
+        """
+        if max(self.cache.lengths) + tree.max_depth < self.limit:
+            return tree
+        past_BN = self.cache.lengths_B[:, None] + tree.positions() >= self.limit
+        return replace(tree, parents_BN=tree.parents_BN.masked_fill(past_BN, PADDING))
+
     def verify(self, tree: DraftTree) -> States:
-        """One pass over a tree's nodes: states [B, N, H]. Nothing is committed."""
+        """One pass over the nodes of a tree that fits: states [B, N, H]. Nothing is committed."""
         positions_BN = self.cache.lengths_B[:, None] + tree.positions()
+        if max(self.cache.lengths) >= self.limit:  # the unread root of a row that has ended
+            positions_BN = positions_BN.clamp(max=self.limit - 1)
         return self._run(tree.tokens_BN, positions_BN, tree.mask())
 
     def commit(self, tree: DraftTree, path_BL: torch.Tensor, counts_B: torch.Tensor, counts: list[int]) -> None:
-        """Keep the first `counts` nodes of each row's path (the root first, -1 padded); forget all other nodes."""
+        """Keep the first `counts` nodes of each row's path (the root first, -1 padded); forget all other nodes.
+
+        Nodes behind the longest text there can be are not kept: they were verified in a row's last round, past its cut.
+        """
         if tree.max_width > 1:  # a chain's accepted nodes lie in place
             self.cache.move_path(path_BL)
-        self.cache.grow(counts_B, counts)
+        room = [self.tokens - length for length in self.cache.lengths]
+        counts_B = torch.minimum(counts_B, self.tokens - self.cache.lengths_B)
+        self.cache.grow(counts_B, [min(pair) for pair in zip(counts, room, strict=True)])
 
     @torch.no_grad()
     def _run(self, ids_BN: torch.Tensor, positions_BN: torch.Tensor, ancestors_BNN: torch.Tensor) -> States:

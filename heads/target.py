@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,13 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging as transformers_logging
 
@@ -190,10 +197,17 @@ class Target:
 
     @classmethod
     def load(cls, name: str = DEFAULT_TARGET, dtype: str = "auto", device: str = "auto") -> Target:
-        """Load a target by the name `resolve` takes. Raises HeadwayError for an unknown name or dtype."""
+        """Load a target by the name `resolve` takes.
+
+        Raises HeadwayError for an unknown name or dtype, and a model that is no causal LM.
+        """
         folder, on = resolve(name), auto_device(device)
-        kind = auto_dtype(dtype, on)
-        model = _freeze(AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(on))
+        kind, config = auto_dtype(dtype, on), AutoConfig.from_pretrained(folder)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise HeadwayError(
+                f"{folder}: '{config.model_type}' is no causal language model; choose a decoder-only one"
+            )
+        model = _freeze(AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=kind).to(on))
         if on.type == "cpu":
             use_few_rows_linear(model)
         return cls(model, name, folder)
@@ -247,10 +261,11 @@ def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _max_positions(config: Any) -> int:
+    """Positions that a text may have; no stated limit (recurrent models, ALiBi) is as good as endless."""
     for name in ("max_position_embeddings", "n_positions"):
         if getattr(config, name, None):
             return int(getattr(config, name))
-    raise HeadwayError(f"{config.model_type}: its config states no position limit")
+    return sys.maxsize
 
 
 def _eos_ids(generation: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:
