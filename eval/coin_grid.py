@@ -19,7 +19,7 @@ from eval.tree import TreeShape
 STEPS = 8
 # One coin in each of the grid's equal intervals: at the very left end, inside, and at the very right end.
 GRID = (0.0, *((2 * step + 1) / (2 * STEPS) for step in range(1, STEPS - 1)), 1.0 - 2.0**-53)
-EXPERIMENT = Experiment("rejection: coins at 0 and 1", "rejection", "iid", TreeShape.of([(0,)]), vocab=4)
+EXPERIMENT = Experiment("rejection, production coins at both ends", "rejection", "iid", TreeShape.of([(0,)]), vocab=4)
 
 
 class GridChooser(SeededChooser):

@@ -1,7 +1,7 @@
 """Wrong rules that the enumeration must kill: each patches one part of the shipped drafting or verification.
 
-They are the table "Not lossless" of the method notes: every one has been shipped by somebody or is one step away.
-`reference_law` is the sampling law worked out a second time, for experiments whose settings are not plain.
+Every one has been shipped by somebody or is one step away from code that was. The names of the parts that are patched
+are those of eval/tree.py, eval/verify.py and eval/chooser.py.
 
 Shape suffixes: R rows or cases, S prefixes, N nodes, W siblings, V vocabulary, L emitted tokens.
 """
@@ -23,43 +23,24 @@ from eval import tree as trees
 from eval import verify as verification
 from eval.chooser import Chooser
 from eval.enumeration import Cases, Experiment, ForkingChooser, deviations, random_cases
+from eval.experiments import (
+    BLOCK_CHAIN,
+    IID_TREE,
+    IID_WIDE,
+    MATCH_SMALL_TREE,
+    ONCE_WIDE,
+    REJECTION_TREE,
+    SAMPLED_CHAIN,
+    TYPICAL,
+    WARPED_CHAIN,
+    warped,
+)
 from eval.law import Dense, Law, dense, normalised
 from eval.sampling import Sampling, target_law
-from eval.tree import DraftTree, TreeShape
+from eval.tree import DraftTree
 from eval.verify import Rule, TargetLaws, Verified
 
 CASES, SEED = 60, 1
-
-CHAIN = TreeShape.of([(0,), (0, 0), (0, 0, 0)])
-SHORT_CHAIN = TreeShape.of([(0,), (0, 0)])
-WIDE = TreeShape.of([(0,), (1,), (2,)])
-TREE = TreeShape.of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-SMALL_TREE = TreeShape.of([(0,), (1,), (0, 0), (1, 0)])
-
-SAMPLED_CHAIN = Experiment("rejection: sampled chain", "rejection", "iid", CHAIN, vocab=4)
-BLOCK_CHAIN = Experiment("block: sampled chain", "block", "iid", CHAIN, vocab=4)
-MATCH_TREE = Experiment("match: deterministic tree", "match", "top_k", TREE, vocab=4)
-MATCH_SMALL_TREE = Experiment("match: small deterministic tree", "match", "top_k", SMALL_TREE, vocab=4)
-REJECTION_TREE = Experiment("rejection: deterministic tree", "rejection", "top_k", TREE, vocab=4)
-IID_WIDE = Experiment("rejection: three i.i.d. siblings", "rejection", "iid", WIDE, vocab=4)
-IID_TREE = Experiment("rejection: i.i.d. tree", "rejection", "iid", SMALL_TREE, vocab=3)
-ONCE_WIDE = Experiment(
-    "rejection: three siblings without replacement", "rejection", "without_replacement", WIDE, vocab=4
-)
-TYPICAL = Experiment("typical_lossy: deterministic tree", "typical_lossy", "top_k", TREE, vocab=4)
-WARPED = Sampling(temperature=0.7, top_k=3)
-
-
-def reference_law(probs_RSV: Tensor, sampling: Sampling) -> Tensor:
-    """Temperature and top-k applied to probabilities, not to logits: p ** (1 / T) over the k largest."""
-    kth_RS1 = probs_RSV.sort(dim=-1, descending=True).values[..., sampling.top_k - 1 : sampling.top_k]
-    kept_RSV = torch.where(probs_RSV >= kth_RS1, probs_RSV, 0.0) ** (1 / sampling.temperature)
-    return kept_RSV / kept_RSV.sum(-1, keepdim=True)
-
-
-def warped(cases: Cases) -> Cases:
-    """The same logits under WARPED settings."""
-    return replace(cases, target_RSV=reference_law(cases.target_RSV, WARPED))
 
 
 @dataclass(frozen=True)
@@ -165,14 +146,11 @@ def _draw_per_path(laws: TargetLaws, tree: DraftTree, chooser: Chooser) -> Verif
             best = found
             continue
         longer_B = found.accepted_B > best.accepted_B
-        fields = ("drafted_B", "accepted_B", "path_BL", "next_B", "emitted_BL", "bad_B")
-        pairs = {name: (getattr(found, name), getattr(best, name)) for name in fields}
-        best = Verified(
-            **{
-                n: torch.where(longer_B[:, None] if new.dim() == 2 else longer_B, new, old)
-                for n, (new, old) in pairs.items()
-            }
-        )
+        parts = {}
+        for name in ("accepted_B", "path_BL", "next_B", "emitted_BL", "bad_B"):
+            new, old = getattr(found, name), getattr(best, name)
+            parts[name] = torch.where(longer_B[:, None] if new.dim() == 2 else longer_B, new, old)
+        best = replace(best, **parts)
     assert best is not None
     return best
 
@@ -341,9 +319,7 @@ MUTANTS: tuple[AnyMutant, ...] = (
     Mutant("duplicate i.i.d. siblings merged", IID_WIDE, _drawn(_merged_duplicates)),
     Mutant("a sibling dropped for its own low confidence", IID_WIDE, _drawn(_without_unlikely)),
     Mutant("bonus token after a draft rejected at the last place", SAMPLED_CHAIN, _bonus_after_rejection),
-    Mutant(
-        "bonus token drawn without the warpers", replace(SAMPLED_CHAIN, sampling=WARPED), _plain_bonus, prepare=warped
-    ),
+    Mutant("bonus token drawn without the warpers", WARPED_CHAIN, _plain_bonus, prepare=warped),
     CoinMutant("a coin of 0 accepts probability 0", lambda: patch.object(choosers, "accepted", torch.le)),
     CoinMutant(
         "a coin of 0 draws a token of probability 0", lambda: patch.object(choosers, "invert", _zero_takes_first)

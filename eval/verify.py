@@ -337,4 +337,6 @@ def verify(
         rule = "match" if isinstance(tree.law, PointMass) else "rejection"
     if rule not in RULES:
         raise HeadwayError(f"no verification rule {rule!r}; choose one of {', '.join(RULES)}")
+    if tree.max_depth == 0:
+        rule = "match"  # nothing was drafted: all rules draw one token from the target's law
     return RULES[rule].function(TargetLaws(logits_BNV, tree, sampling, context), tree, chooser)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -13,19 +14,9 @@ from eval import coin_grid, verify
 from eval import tree as trees
 from eval.chooser import SeededChooser
 from eval.enumeration import Cases, Experiment, ForkingChooser, deviations, outcomes, prefix_count, random_cases
+from eval.experiments import BLOCK_CHAIN, LOSSLESS, PROCESSED, SAMPLED_CHAIN, TYPICAL
 from eval.law import residual
-from eval.mutants import (
-    BLOCK_CHAIN,
-    CHAIN,
-    IID_WIDE,
-    MUTANTS,
-    ONCE_WIDE,
-    SAMPLED_CHAIN,
-    TREE,
-    TYPICAL,
-    AnyMutant,
-    Mutant,
-)
+from eval.mutants import MUTANTS, AnyMutant, Mutant
 from eval.sampling import Context, Sampling
 from eval.tree import DraftTree, TreeShape, draw_siblings
 from eval.verify import RULES
@@ -33,33 +24,18 @@ from heads.errors import HeadwayError
 from tests.eval.test_sampling import processors
 
 EXACT = 1e-12
-DEEP_TREE = TreeShape.of([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
-BUSHY_TREE = TreeShape.of([[0], [1], [2], [0, 0], [1, 0], [1, 1]])
-
-LOSSLESS = [
-    *(Experiment(f"{rule} deterministic", rule, "top_k", TREE, 4) for rule in ("match", "rejection")),
-    *(Experiment(f"{rule} ragged", rule, "top_k", TREE, 4, ragged=True) for rule in ("match", "rejection")),
-    Experiment("match greedy chain", "match", "top_k", CHAIN, 4),
-    Experiment("rejection greedy chain", "rejection", "top_k", CHAIN, 4),
-    SAMPLED_CHAIN,
-    replace(SAMPLED_CHAIN, name="rejection ragged sampled chain", ragged=True),
-    BLOCK_CHAIN,
-    replace(BLOCK_CHAIN, name="block ragged sampled chain", ragged=True),
-    Experiment("match sampled chain", "match", "iid", CHAIN, 4),
-    Experiment("match sampled tree", "match", "without_replacement", BUSHY_TREE, 3),
-    IID_WIDE,
-    Experiment("rejection i.i.d. deep tree", "rejection", "iid", DEEP_TREE, 3),
-    Experiment("rejection i.i.d. bushy tree", "rejection", "iid", BUSHY_TREE, 2),
-    ONCE_WIDE,
-    Experiment("rejection deep tree without replacement", "rejection", "without_replacement", DEEP_TREE, 3),
-    Experiment("rejection bushy tree without replacement", "rejection", "without_replacement", BUSHY_TREE, 3),
-]
 
 
 @pytest.mark.parametrize("experiment", LOSSLESS, ids=lambda experiment: experiment.name)
 def test_the_joint_law_of_the_emitted_tokens_is_the_targets(experiment: Experiment) -> None:
     cases = random_cases(200, experiment.vocab, experiment.shape.max_depth, seed=7)
     assert float(deviations(experiment, cases).max()) < EXACT
+
+
+@pytest.mark.parametrize(("experiment", "prepare"), PROCESSED, ids=lambda given: getattr(given, "name", ""))
+def test_processed_targets_too(experiment: Experiment, prepare: Callable[[Cases], Cases]) -> None:
+    cases = random_cases(200, experiment.vocab, experiment.shape.max_depth, seed=8)
+    assert float(deviations(experiment, prepare(cases)).max()) < EXACT
 
 
 def test_the_cases_hold_what_breaks_rules() -> None:
@@ -305,8 +281,9 @@ def test_unknown_rules_and_drafts_that_do_not_fit_are_refused() -> None:
     draft = DraftTree.root_only(torch.tensor([0]))
     with pytest.raises(HeadwayError, match="match, rejection, block, typical_lossy"):
         verify.verify(torch.zeros(1, 1, 4), draft, Sampling(), SeededChooser([0]), rule="lossy")
+    draft = DraftTree.chain(torch.tensor([0]), torch.tensor([[1]]))
     with pytest.raises(HeadwayError, match="'block' verifies chains"):
-        verify.verify(torch.zeros(1, 1, 4), draft, Sampling(), SeededChooser([0]), rule="block")
+        verify.verify(torch.zeros(1, 2, 4), draft, Sampling(), SeededChooser([0]), rule="block")
 
 
 # --- cost ---------------------------------------------------------------------------------------------------------------
