@@ -92,7 +92,7 @@ def measure(options: Options, heads: Sequence[str], console: Console) -> Report:
     plan = protocol.Plan(
         prompts=[prompt.ids for prompt in chosen],
         calibration=[prompt.ids for prompt in calibration],
-        settings=DecodeSettings(options.max_new_tokens, sampling(options), seed=options.seed),
+        settings=DecodeSettings(options.max_new_tokens, sampling=sampling(options), seed=options.seed),
         repeats=options.repeats,
     )
     proof = plan.prompts[: options.identity_prompts]
