@@ -11,17 +11,41 @@ from eval.tree import DraftTree
 from heads.errors import HeadwayError
 
 
-def continuation(ids: list[int], longest: int, count: int) -> list[int]:
-    """Up to `count` ids that followed the most recent earlier occurrence of the last n ids, n = `longest` down to 1.
+class RunIndex:
+    """Where each run of up to `longest` ids of a growing text last ended: O(longest) a token, whatever the text's length."""
 
-    Empty when nothing matches. A continuation cut short by the end of the text is allowed.
-    """
-    for size in range(min(longest, len(ids) - 1), 0, -1):
-        end = ids[-size:]
-        for start in range(len(ids) - size - 1, -1, -1):
-            if ids[start : start + size] == end:
-                return ids[start + size : start + size + count]
-    return []
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self._end: dict[tuple[int, ...], int] = {}
+        self._read = 1
+
+    def continuation(self, ids: list[int], count: int) -> list[int]:
+        """Up to `count` ids that followed the most recent earlier occurrence of the last n ids, n = `longest` down to 1.
+
+        Empty when nothing matches. A continuation cut short by the end of the text is allowed. `ids` is the text of
+        the last call, or more of it.
+        """
+        # a run is entered when the id behind it is there, so the text's end never matches itself
+        for end in range(self._read, len(ids)):
+            for size in range(1, min(self.longest, end) + 1):
+                self._end[tuple(ids[end - size : end])] = end
+        self._read = max(self._read, len(ids))
+        for size in range(min(self.longest, len(ids) - 1), 0, -1):
+            end = self._end.get(tuple(ids[-size:]), 0)
+            if end:
+                return ids[end : end + count]
+        return []
+
+
+def chains(root_B: torch.Tensor, found: list[list[int]]) -> DraftTree:
+    """A chain a row, as long as the ids found for it."""
+    width = max(map(len, found))
+    if width == 0:
+        return DraftTree.root_only(root_B)
+    # one copy to the device, of pageable memory: the host need not wait for it
+    packed_BX = torch.tensor([[len(ids), *ids, *[0] * (width - len(ids))] for ids in found])
+    packed_BX = packed_BX.to(root_B.device, non_blocking=True)
+    return DraftTree.chain(root_B, packed_BX[:, 1:], packed_BX[:, 0])
 
 
 class LookupDrafter:
@@ -36,15 +60,13 @@ class LookupDrafter:
         self.most_drafts, self.longest = draft_length, longest
 
     def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
-        """Nothing to forget: every draft is made from the sequences handed in."""
+        """An empty index a row."""
+        self._indices = [RunIndex(self.longest) for _ in range(rows)]
 
     def observe(self, committed: Committed) -> None:
-        """Nothing to learn."""
+        """Nothing to learn: the texts are handed in with each draft."""
 
     def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
         """A chain per row, as long as what was found."""
-        found = [continuation(ids, self.longest, self.most_drafts) for ids in sequences]
-        width = max(map(len, found))
-        drafts_BK = torch.tensor([ids + [0] * (width - len(ids)) for ids in found], dtype=torch.long)
-        counts_B = torch.tensor([len(ids) for ids in found])
-        return DraftTree.chain(root_B, drafts_BK.to(root_B.device), counts_B.to(root_B.device))
+        rows = zip(self._indices, sequences, strict=True)
+        return chains(root_B, [index.continuation(ids, self.most_drafts) for index, ids in rows])

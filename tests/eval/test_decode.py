@@ -12,7 +12,7 @@ from eval.cache import SlotCache
 from eval.chooser import Chooser
 from eval.decode import Settings, decode
 from eval.drafters import Committed, Drafter
-from eval.drafters.lookup import LookupDrafter, continuation
+from eval.drafters.lookup import LookupDrafter, RunIndex
 from eval.drafters.none import NoDrafter
 from eval.passes import TargetPasses
 from eval.sampling import Sampling
@@ -187,7 +187,7 @@ def test_sampled_text_does_not_depend_on_the_draft_or_the_batch(
     ],
 )
 def test_lookup_finds_the_latest_longest_match(ids: list[int], longest: int, count: int, found: list[int]) -> None:
-    assert continuation(ids, longest, count) == found
+    assert RunIndex(longest).continuation(ids, count) == found
 
 
 def test_bad_requests_are_refused(target: Target) -> None:
