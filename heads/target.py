@@ -6,7 +6,6 @@ stream ENTERING layer i, transformers' `hidden_states[i]` (0 <= i < layers), so 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import sys
@@ -27,12 +26,12 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging as transformers_logging
 
 from heads.embedded import EMBEDDED, embedded_folder
 from heads.errors import HeadwayError
 from heads.linear import use_few_rows_linear
+from heads.shell import GivenStates, find_decoder, output_shell
 
 DEFAULT_TARGET = EMBEDDED
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -104,17 +103,6 @@ def auto_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return names[dtype]
 
 
-class _GivenStates(nn.Module):
-    """Stands where a causal LM keeps its decoder and answers with states handed to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: torch.Tensor | None = None
-
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.last)  # type: ignore[arg-type]
-
-
 class TargetEnds:
     """A target's embedding and output function, without its layers. What offline training and replay need.
 
@@ -128,11 +116,8 @@ class TargetEnds:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         config = model.config.get_text_config()
         self.hidden_size, self.vocab_size = int(config.hidden_size), int(config.vocab_size)
-        self._given = _GivenStates()
-        shell = copy.copy(model)
-        shell.__dict__ = dict(model.__dict__)
-        shell._modules = {**model._modules, model.base_model_prefix: self._given}
-        self._shell = shell
+        self._given = GivenStates()
+        self._shell = output_shell(model, self._given)
 
     @classmethod
     def load(cls, name: str = DEFAULT_TARGET, dtype: str = "auto", device: str = "auto") -> TargetEnds:
@@ -191,7 +176,7 @@ class Target:
         self.dtype, self.device = model.dtype, model.device
         self.num_layers, self.max_positions = int(self.config.num_hidden_layers), _max_positions(self.config)
         self.hidden_size, self.vocab_size = self.ends.hidden_size, self.ends.vocab_size
-        self.decoder = model.base_model
+        self.decoder: Any = find_decoder(model)
         self.layers = _layers(self.decoder, self.num_layers)
         self.eos_ids = _eos_ids(model.generation_config, self.tokenizer)
 

@@ -80,6 +80,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# softmax, rope or routing is computed in float32 whatever the weights are
+PARTLY_FLOAT32 = {"gemma2", "gpt_oss", "llama4_text", "deepseek_v3"}
+
 
 def save_tiny_model(folder: Path, tokenizer: PreTrainedTokenizerFast, kind: str, settings: dict[str, Any]) -> Path:
     """Save a random causal LM of a config class of transformers, and the tokenizer."""
@@ -125,7 +128,9 @@ def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Case:
     folder = save_tiny_model(tmp_path_factory.mktemp(request.param), tiny_tokenizer, *MODELS[request.param])
-    return make_case(Target.load(str(folder), dtype="float64", device="cpu"))
+    target = Target.load(str(folder), dtype="float64", device="cpu")
+    target.model.set_experts_implementation("eager")  # the grouped product knows no float64
+    return make_case(target)
 
 
 def test_greedy_ids_equal_generate(case: Case) -> None:
@@ -153,6 +158,7 @@ def test_tree_states_equal_paths_alone(case: Case) -> None:
     texts = [list(case.prompts[1]), list(case.prompts[2])]
     passes = TargetPasses(target, 2, 40, drafts=6)
     passes.prefill(texts)
+    tolerance = 1e-5 if target.config.model_type in PARTLY_FLOAT32 else 1e-9
     generator = torch.Generator().manual_seed(1)
     for accepted in ([5, 2], [0, 6]):
         tokens_B7 = torch.randint(3, VOCABULARY, (2, 7), generator=generator)
@@ -163,7 +169,7 @@ def test_tree_states_equal_paths_alone(case: Case) -> None:
             alone = torch.tensor([[*texts[row], *tree.tokens_BN[row, path].tolist()]])
             with torch.no_grad():
                 expected_V = target.model(alone, use_cache=False).logits[0, -1]
-            torch.testing.assert_close(logits_BNV[row, node], expected_V, rtol=0, atol=1e-9)
+            torch.testing.assert_close(logits_BNV[row, node], expected_V, rtol=0, atol=tolerance)
         path_BL = tree.paths()[torch.arange(2), torch.tensor(accepted)]
         counts_B = (path_BL >= 0).sum(1)
         for row in range(2):
