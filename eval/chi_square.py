@@ -37,6 +37,7 @@ TOKENS = 4  # of each output: the prefill's own and three more
 BATCH = 1000
 LEAST_EXPECTED = 5.0  # the usual condition on a cell
 SIGNIFICANT = 1e-4
+FAULT_DRAWS = 20_000  # enough to notice laws that are off by 0.01
 
 SETTINGS: dict[str, Sampling] = {
     "temperature 1": Sampling(temperature=1.0),

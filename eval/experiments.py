@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from eval.enumeration import Cases, Experiment, deviations, random_cases
+from eval.enumeration import Cases, Experiment
 from eval.sampling import Sampling
 from eval.tree import TreeShape
 
@@ -76,12 +75,3 @@ def greedy(cases: Cases) -> Cases:
 
 # Experiments whose target is not plain, with what makes the cases' target from the same logits.
 PROCESSED = ((WARPED_CHAIN, warped), (WARPED_TREE, warped), (GREEDY_CHAIN, greedy), (GREEDY_TREE, greedy))
-
-
-def enumerate_rules(count: int, seed: int) -> dict[str, Tensor]:
-    """Total variation from the target's law of every lossless experiment's `count` random cases."""
-    found = {}
-    for experiment, prepare in (*((plain, None) for plain in LOSSLESS), *PROCESSED):
-        cases = random_cases(count, experiment.vocab, experiment.shape.max_depth, seed)
-        found[experiment.name] = deviations(experiment, prepare(cases) if prepare else cases)
-    return found
