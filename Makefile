@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO := artifacts/demo
-DEMO_TOKENS := 100000
+DEMO_TOKENS := 64000
 SAMPLES := data_prep/samples/smollm2-conversations.jsonl
 PACKAGES := data_prep heads train eval
 

@@ -57,8 +57,8 @@ class Settings:
 
     target: str = DEFAULT_TARGET
     out: Path = Path("artifacts/conversations.jsonl")
-    count: int = 1520
-    two_turns: int = 150
+    count: int = 1200
+    two_turns: int = 100
     seed: int = 0
     max_user_tokens: int = 48
     max_answer_tokens: int = 128
@@ -233,9 +233,11 @@ def sample_nucleus(
     less than `top_p` together.
 
     A draw from the whole law is repeated until it lies in the nucleus, which gives the same law as cutting first and
-    spares sorting the vocabulary.
+    spares sorting the vocabulary. Raises HeadwayError for logits that are not numbers.
     """
     probabilities_BV = (logits_BV / temperature).softmax(-1)
+    if probabilities_BV.isnan().any():
+        raise HeadwayError("the target's logits are not numbers; use --dtype float32 or bfloat16")
     cumulative_BV = probabilities_BV.cumsum(-1)
     drawn_B = logits_BV.argmax(-1)
     open_R = torch.arange(len(logits_BV), device=logits_BV.device)  # rows still without a token

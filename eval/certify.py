@@ -147,7 +147,7 @@ def subjects(head: Head, target: Target, seed: int) -> list[tuple[Subject, Seque
     every, some = tuple(chi_square.SETTINGS), ("temperature 0.7", "penalties")
     kind = head.config.kind
     return [
-        (Subject(kind, HEAD_DRAFTERS[kind](like(head, target, seed), None)), every),
+        (Subject(kind, HEAD_DRAFTERS[kind](like(head, target, seed), None, target.embed)), every),
         (Subject("sampled chain", BigramDrafter(target, CHAIN)), every),
         (Subject("sampled chain, block", BigramDrafter(target, CHAIN), "block"), some),
         (Subject("tree of i.i.d. siblings", BigramDrafter(target, SMALL_TREE)), some),

@@ -1,4 +1,4 @@
-"""What is measured against the baseline: drafters by name, and heads by folder."""
+"""What is measured against the baseline: drafters by name, heads and draft models by folder."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from typing import Any
 
 from eval.drafters import Drafter
 from eval.drafters.lookup import LookupDrafter
-from eval.drafters.medusa import MedusaDrafter
+from eval.drafters.medusa import MedusaDrafter, MedusaTreeDrafter, read_tree
+from eval.drafters.model import ModelDrafter
 from eval.drafters.none import NoDrafter
+from eval.drafters.suffix import SuffixDrafter
 from heads import load_head
-from heads.checkpoint import read_manifest
+from heads.checkpoint import Head, read_manifest
 from heads.errors import HeadwayError
-from heads.target import Target
+from heads.medusa import Embed
+from heads.medusa import MedusaHead
+from heads.target import Target, fingerprint, resolve
 
-BASELINE, LOOKUP = "none", "lookup"
-PLAIN = (BASELINE, LOOKUP)  # drafters that need no head
+BASELINE, LOOKUP, SUFFIX, SUFFIX_SHARED = "none", "lookup", "suffix", "suffix-shared"
+PLAIN = (BASELINE, LOOKUP, SUFFIX, SUFFIX_SHARED)  # drafters that need no folder
+MODEL, MEDUSA_TREE = "model", "medusa-tree"
+PREFIXES = (MODEL, MEDUSA_TREE)  # before a colon and a folder; a folder alone is a head, drafting as its kind does
+NAMES = f"a head's folder, {MODEL}:FOLDER, {MEDUSA_TREE}:FOLDER, {', '.join(PLAIN[:-1])} or {PLAIN[-1]}"
 # A head's kind -> its drafter, from the loaded head and the draft length asked for (None: all it has).
-HEAD_DRAFTERS: dict[str, Callable[[Any, int | None], Drafter]] = {"medusa": MedusaDrafter}
+HEAD_DRAFTERS: dict[str, Callable[[Any, int | None, Embed], Drafter]] = {"medusa": MedusaDrafter}
 
 
 @dataclass(frozen=True)
@@ -32,42 +39,81 @@ class Contender:
 
 
 def build(name: str, target: Target, draft_length: int | None) -> Contender:
-    """A contender for `target`, in its dtype and on its device: `none`, `lookup`, or the folder of a head.
+    """A contender for `target`, in its dtype and on its device, by a name as NAMES lists them.
 
-    Raises HeadwayError for a name that is neither, and for a draft length that the drafter cannot give.
+    `suffix` knows its own text alone; `suffix-shared` remembers earlier outputs too, so where a prompt is decoded more
+    than once it is told the answer. Raises HeadwayError for a name that is none of these, a head or draft model that
+    does not fit the target, and a draft length that the drafter cannot give.
     """
+    prefix, folder = _split(name)
+    length = {} if draft_length is None else {"draft_length": draft_length}
     if name == BASELINE:
         return Contender(name, NoDrafter(), None)
     if name == LOOKUP:
-        return Contender(name, LookupDrafter() if draft_length is None else LookupDrafter(draft_length), None)
-    head = load_head(name, device=target.device, dtype=target.dtype)
-    kind, shape = head.config.kind, asdict(head.config)
+        return Contender(name, LookupDrafter(**length), None)
+    if name == SUFFIX:
+        return Contender(name, SuffixDrafter(remembered=0, **length), None)
+    if name == SUFFIX_SHARED:
+        return Contender(name, SuffixDrafter(**length), None)
+    if prefix == MODEL:
+        draft = Target.load(folder, str(target.dtype).removeprefix("torch."), str(target.device))
+        return Contender(name, ModelDrafter(draft, target, **length), folder)
+    head = _fitting_head(folder, target)
+    if prefix == MEDUSA_TREE:
+        if not isinstance(head, MedusaHead):
+            raise HeadwayError(f"{name}: a head of kind '{head.config.kind}'; only Medusa heads draft with such a tree")
+        return Contender(name, MedusaTreeDrafter(head, read_tree(folder), draft_length), folder)
+    kind = head.config.kind
     if kind not in HEAD_DRAFTERS:
         raise HeadwayError(f"{name}: no drafter for heads of kind '{kind}'; known: {', '.join(HEAD_DRAFTERS)}")
-    for key, ours in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if shape.get(key, ours) != ours:
-            raise HeadwayError(
-                f"{name}: its {key} is {shape[key]}, that of target '{target.name}' {ours}; they must fit"
-            )
-    return Contender(name, HEAD_DRAFTERS[kind](head, draft_length), name)
+    return Contender(name, HEAD_DRAFTERS[kind](head, draft_length, target.embed), folder)
 
 
 def check_name(name: str) -> None:
     """Raise HeadwayError for a name that is no drafter's and no head's folder."""
-    if name not in PLAIN and not Path(name).is_dir():
-        raise HeadwayError(
-            f"{name}: no such folder; train a head (make demo), or give --head a head's folder or {' or '.join(PLAIN)}"
-        )
+    prefix, folder = _split(name)
+    if prefix == MODEL:
+        resolve(folder)
+    elif name not in PLAIN and not Path(folder).is_dir():
+        raise HeadwayError(f"{folder}: no such folder; train a head (make demo), or give --head {NAMES}")
 
 
 def fits(name: str, target: Target) -> str | None:
     """None where the head was trained for this target (or `name` is no head), else one line that names both."""
-    if name in PLAIN:
+    prefix, folder = _split(name)
+    if name in PLAIN or prefix == MODEL:
         return None
-    trained = read_manifest(name).get("target", {})
+    trained = read_manifest(folder).get("target", {})
     if trained.get("fingerprint") == target.fingerprint:
         return None
     return (
         f"{name}: trained for target '{trained.get('name')}' ({str(trained.get('fingerprint'))[:16]}), not for "
         f"'{target.name}' ({target.fingerprint[:16]})"
     )
+
+
+def origin(name: str) -> dict[str, Any] | None:
+    """What a contender was made from, for the report: a head's manifest, a draft model's fingerprint, None for the rest."""
+    prefix, folder = _split(name)
+    if name in PLAIN:
+        return None
+    if prefix == MODEL:
+        return {"kind": "draft model", "fingerprint": fingerprint(resolve(folder))}
+    return read_manifest(folder)
+
+
+def _split(name: str) -> tuple[str | None, str]:
+    """(prefix, folder); the prefix is None for a name without one of PREFIXES."""
+    prefix, colon, folder = name.partition(":")
+    return (prefix, folder) if colon and prefix in PREFIXES else (None, name)
+
+
+def _fitting_head(folder: str, target: Target) -> Head:
+    head = load_head(folder, device=target.device, dtype=target.dtype)
+    shape = asdict(head.config)
+    for key, ours in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if shape.get(key, ours) != ours:
+            raise HeadwayError(
+                f"{folder}: its {key} is {shape[key]}, that of target '{target.name}' {ours}; they must fit"
+            )
+    return head

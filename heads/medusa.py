@@ -9,7 +9,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -24,9 +24,17 @@ from heads.losses import HeadOutput, Rows, TeacherLogits, draft_loss
 from heads.vocabulary import DraftVocabulary
 
 
+Embed = Callable[[Tensor], Tensor]
+"""[...] token ids -> [..., H]: the target's embedding."""
+
+
 @dataclass(frozen=True)
 class MedusaConfig(HeadConfig):
-    """`draft_vocab_size` null = the full vocabulary; `output` "own" = a Linear(H -> D) per head, "shared" = one for all."""
+    """`draft_vocab_size` null = the full vocabulary; `output` "own" = a Linear(H -> D) per head, "shared" = one for all.
+
+    `hydra`: head k also sees the embeddings of tokens t + 1 .. t + 1 + k, the root and the drafts before its own (Ankner
+    et al. 2024, section 3).
+    """
 
     hidden_size: int
     vocab_size: int
@@ -34,6 +42,7 @@ class MedusaConfig(HeadConfig):
     num_heads: int = 4
     num_layers: int = 1
     output: Literal["own", "shared"] = "own"
+    hydra: bool = False
     kind: ClassVar[str] = "medusa"
 
     def __post_init__(self) -> None:
@@ -58,29 +67,31 @@ class MedusaConfig(HeadConfig):
 
 
 class ResidualLayer(nn.Linear):
-    """x + SiLU(Linear(x)), the identity at the start: weight and bias are zero."""
+    """x + SiLU(Linear(x)), the identity at the start: weight and bias are zero. Linear may see `more` states beside x."""
 
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, hidden_size)
+    def __init__(self, hidden_size: int, more: int = 0) -> None:
+        super().__init__(hidden_size * (1 + more), hidden_size)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(self, x_RH: Tensor) -> Tensor:
-        return x_RH + F.silu(super().forward(x_RH))
+    def forward(self, x_RH: Tensor, more: Sequence[Tensor] = ()) -> Tensor:
+        return x_RH + F.silu(super().forward(torch.cat([x_RH, *more], 1) if more else x_RH))
 
 
 class MedusaBlock(nn.Module):
-    """The residual layers of one head, each a module of its own."""
+    """The residual layers of one head, each a module of its own; the first one sees `more` states beside x."""
 
-    def __init__(self, hidden_size: int, num_layers: int) -> None:
+    def __init__(self, hidden_size: int, num_layers: int, more: int = 0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(ResidualLayer(hidden_size) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            ResidualLayer(hidden_size, 0 if number else more) for number in range(num_layers)
+        )
 
-    def forward(self, x_RH: Tensor) -> Tensor:
-        for layer in self.layers:
-            x_RH = layer(x_RH)
+    def forward(self, x_RH: Tensor, more: Sequence[Tensor] = ()) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x_RH = layer(x_RH, () if number else more)
         return x_RH
 
 
@@ -98,6 +109,10 @@ class DraftOutput(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """`draft_loss` over this weight, inside the module's forward, where ZeRO-3 has it gathered."""
         return draft_loss(rows_K, self.weight, last_PH, teacher, soft)
+
+    def head_logits(self, k: int, x_RH: Tensor) -> Tensor:
+        """[R, H] of head k -> [R, D]."""
+        return few_rows_linear(x_RH, self.weight[k] if self.weight.dim() == 3 else self.weight)
 
     def logits(self, x_KRH: Tensor) -> Tensor:
         """[K, R, H] -> [R, K, D]. Weight first, as few rows are on a CPU twice as fast that way round (heads/linear.py)."""
@@ -117,7 +132,10 @@ class MedusaHead(Head):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
-        self.blocks = nn.ModuleList(MedusaBlock(config.hidden_size, config.num_layers) for _ in range(config.num_heads))
+        self.blocks = nn.ModuleList(
+            MedusaBlock(config.hidden_size, config.num_layers, 1 + k if config.hydra else 0)
+            for k in range(config.num_heads)
+        )
         self.lm_head = DraftOutput(config)
         if config.mapped:
             self.register_buffer("d2t", torch.zeros(config.output_size, dtype=torch.int64))
@@ -162,13 +180,31 @@ class MedusaHead(Head):
         return inverse_V
 
     def draft_logits(self, last_RH: Tensor) -> Tensor:
-        """[R, H] post-final-norm states of the target -> [R, K, D]."""
+        """[R, H] post-final-norm states of the target -> [R, K, D]. Not for Hydra heads, which need the drafts before."""
+        if self.config.hydra:
+            raise HeadwayError("these Hydra heads draft one after the other; use draft_ids")
         return self.lm_head.logits(torch.stack([block(last_RH) for block in self.blocks]))
 
-    def draft_ids(self, last_BH: Tensor) -> Tensor:
-        """[B, H] -> [B, K]: each head's first choice, as target ids."""
-        ids_BK = self.draft_logits(last_BH).argmax(-1)
-        return ids_BK + self.d2t[ids_BK] if self.config.mapped else ids_BK
+    def draft_ids(
+        self, last_BH: Tensor, root_B: Tensor | None = None, embed: Embed | None = None, count: int | None = None
+    ) -> Tensor:
+        """[B, H] -> [B, K]: the first choices of the first `count` heads (None: all), as target ids.
+
+        `root_B`: the token that the target drew after these states; `embed`: the target's embedding. Hydra heads need
+        both, others look at neither.
+        """
+        if not self.config.hydra:
+            return self._target_ids_of(self.draft_logits(last_BH).argmax(-1))[:, :count]
+        if root_B is None or embed is None:
+            raise HeadwayError("Hydra heads draft from the root token and the target's embedding; give both")
+        seen, chosen = [embedded(embed, root_B, last_BH)], []
+        for k, block in enumerate(self.blocks[:count]):
+            chosen.append(self._target_ids_of(self.lm_head.head_logits(k, block(last_BH, seen)).argmax(-1)))
+            seen.append(embedded(embed, chosen[-1], last_BH))
+        return torch.stack(chosen, 1)
+
+    def _target_ids_of(self, ids: Tensor) -> Tensor:
+        return ids + self.d2t[ids] if self.config.mapped else ids
 
     def forward(
         self,
@@ -177,9 +213,11 @@ class MedusaHead(Head):
         segment_P: Tensor,
         teacher: TeacherLogits | None = None,
         soft: float = 0.0,
+        embed: Embed | None = None,
     ) -> HeadOutput:
         """One training pass over packed rows (see `pack`): loss numerators, counts and accuracies of every head.
 
+        `embed`: the target's embedding, which Hydra heads need.
         `teacher` and `soft`: the share of the loss that is the KL to the target's law over the draft vocabulary.
         Every head takes part even without a row, so that all processes see the same parameters used.
         """
@@ -187,8 +225,18 @@ class MedusaHead(Head):
         labels_PK = served_labels(next_P, segment_P, self.config.num_heads)
         draft_PK = draft_labels(labels_PK, self.draft_ids_of())
         indices_K = [(draft_PK[:, k] >= 0).nonzero().squeeze(1) for k in range(self.config.num_heads)]
+        seen_PH = None
+        if self.config.hydra:
+            if embed is None:
+                raise HeadwayError("Hydra heads are trained on the target's embeddings; none were given")
+            seen_PH = embedded(embed, next_P, last_PH)
+
+        def seen(index_R: Tensor, k: int) -> list[Tensor]:
+            # a served row's tokens t + 1 .. t + 1 + k follow each other in the pack
+            return [] if seen_PH is None else [seen_PH[index_R + back] for back in range(k + 1)]
+
         rows_K = [
-            Rows(block(last_PH[index_R]), draft_PK[index_R, k], index_R + 1 + k)
+            Rows(block(last_PH[index_R], seen(index_R, k)), draft_PK[index_R, k], index_R + 1 + k)
             for k, (block, index_R) in enumerate(zip(self.blocks, indices_K, strict=True))
         ]
         numerators_K, hits = self.lm_head(rows_K, last_PH, teacher, soft)
@@ -206,6 +254,12 @@ class MedusaHead(Head):
             reached_PK.sum(0),
             (reached_PK & right_PK).sum(0),
         )
+
+
+def embedded(embed: Embed, ids: Tensor, like: Tensor) -> Tensor:
+    """[...] ids -> [..., H] in the dtype of `like`, scaled to unit mean square: raw embeddings are small beside states."""
+    found = embed(ids).to(like.dtype)
+    return F.rms_norm(found, found.shape[-1:])
 
 
 def pack(last_TH: Tensor, ids_T: Tensor, turn_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:

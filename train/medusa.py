@@ -43,6 +43,7 @@ class Heads:
         output: own = each head has its own output matrix; shared = one for all heads.
         train_output: whether output matrices are trained; null = own ones are, a shared one is not.
         draft_vocab_size: the most frequent answer tokens that can be drafted; null = all.
+        hydra: head k also sees the embeddings of the root and of the drafts before its own.
         decay: weight of head k's loss is decay^k.
         soft: share of the loss that is the KL to the target's law instead of the cross entropy to the text.
     """
@@ -52,6 +53,7 @@ class Heads:
     output: Literal["own", "shared"] = "own"
     train_output: bool | None = None
     draft_vocab_size: int | None = 8192
+    hydra: bool = False
     decay: float = 0.8
     soft: float = 0.0
 
@@ -87,6 +89,7 @@ class MedusaMethod:
             num_heads=settings.num_heads,
             num_layers=settings.num_layers,
             output=settings.output,
+            hydra=settings.hydra,
         )
         self.head = MedusaHead.from_target(config, ends.lm_head_weight, vocabulary)
         if settings.train_output is not None:
@@ -96,6 +99,8 @@ class MedusaMethod:
         self.vocabulary_size = vocabulary.size
         self._draft_ids_V = self.head.draft_ids_of()
         self._constants: dict[str, Any] = {"soft": settings.soft}
+        if settings.hydra:
+            self._constants["embed"] = ends.embed
         if settings.soft:
             self._constants["teacher"] = restricted_teacher(ends, vocabulary.ids_D, store[0].last_TH[:64])
 

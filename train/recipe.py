@@ -154,7 +154,7 @@ def read_recipe(recipe_class: type[R], default: Path, arguments: Sequence[str]) 
     arguments = arguments if named else [f"--config={default}", *arguments]
     try:
         parsed = parser.parse_args(arguments)
-        recipe = parser.instantiate_classes(parsed)
+        recipe = parser.instantiate(parsed)
     except ArgumentError as error:
         raise HeadwayError(f"recipe ({' '.join(arguments)}): {error}; see --help and --print_config") from error
     recipe = recipe_class(**{name: getattr(recipe, name) for name in recipe_class.__dataclass_fields__})

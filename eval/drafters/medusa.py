@@ -1,15 +1,42 @@
-"""Medusa heads as a drafter (methods.md, section 3): each head's first choice, as a chain."""
+"""Medusa heads as a drafter (methods.md, section 3): each head's first choice as a chain, or a tree of the first few.
+
+Shapes: B rows, K heads, R candidates of a head, D draft vocabulary, M nodes without the root, H hidden.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
+from torch import Tensor
 
 from eval.chooser import Chooser
 from eval.drafters import Committed
 from eval.sampling import Sampling
-from eval.tree import DraftTree
-from heads.errors import HeadwayError
-from heads.medusa import MedusaHead
+from eval.tree import DraftTree, TreeShape
+from heads.checkpoint import MANIFEST
+from heads.errors import HeadwayError, sha256_file
+from heads.medusa import Embed, MedusaHead
+
+TREE = "tree.json"  # in a head's folder, by eval/grow_tree.py
+
+
+def read_tree(folder: str | Path) -> TreeShape:
+    """The candidate tree saved beside a head. Raises HeadwayError where there is none, or one of another training."""
+    path = Path(folder) / TREE
+    remedy = f"run eval/grow_tree.py --head {folder}"
+    if not path.is_file():
+        raise HeadwayError(f"{path}: this head has no candidate tree yet; {remedy}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        shape = TreeShape.of([[int(rank) for rank in ranks] for ranks in content["paths"]])
+        grown_for = content["head_manifest_sha256"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise HeadwayError(f"{path}: not a candidate tree ({error!r}); {remedy}") from error
+    if grown_for != sha256_file(Path(folder) / MANIFEST):
+        raise HeadwayError(f"{path}: was grown for other weights than this head's; {remedy}")
+    return shape
 
 
 class MedusaDrafter:
@@ -18,12 +45,14 @@ class MedusaDrafter:
     name = "medusa"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, head: MedusaHead, draft_length: int | None = None) -> None:
-        """`draft_length` heads are used, all by default. Raises HeadwayError when the head has fewer."""
-        heads = head.config.num_heads
-        self.head, self.most_drafts = head, heads if draft_length is None else draft_length
-        if not 1 <= self.most_drafts <= heads:
-            raise HeadwayError(f"draft length {draft_length}: this checkpoint has heads for 1 to {heads}")
+    def __init__(self, head: MedusaHead, draft_length: int | None = None, embed: Embed | None = None) -> None:
+        """`draft_length` heads are used, all by default; `embed` is the target's embedding, for Hydra heads.
+
+        Raises HeadwayError when the head has fewer heads, or needs an embedding and is given none.
+        """
+        if head.config.hydra and embed is None:
+            raise HeadwayError("Hydra heads draft from the target's embedding; give it to the drafter")
+        self.head, self.most_drafts, self.embed = head, _heads_used(head, draft_length), embed
 
     def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
         """Nothing to forget: `observe` replaces the state."""
@@ -32,6 +61,53 @@ class MedusaDrafter:
         """Keep the state that the next draft starts from."""
         self.state_BH = committed.final_BH()
 
-    def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
+    def draft(self, sequences: list[list[int]], root_B: Tensor) -> DraftTree:
         """A chain of `most_drafts` tokens a row."""
-        return DraftTree.chain(root_B, self.head.draft_ids(self.state_BH)[:, : self.most_drafts])
+        return DraftTree.chain(root_B, self.head.draft_ids(self.state_BH, root_B, self.embed, self.most_drafts))
+
+
+class MedusaTreeDrafter:
+    """Drafts a static tree: the node at path (r0, r1, ...) holds candidate r_k of head k at each depth."""
+
+    name = "medusa-tree"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, head: MedusaHead, shape: TreeShape, draft_length: int | None = None) -> None:
+        """`draft_length` heads are used: deeper nodes are left out.
+
+        Raises HeadwayError for a draft length, depth or candidate that the head does not have.
+        """
+        depth = _heads_used(head, draft_length)
+        if shape.max_depth > head.config.num_heads or max(shape.ranks, default=0) >= head.config.output_size:
+            raise HeadwayError(
+                f"tree of depth {shape.max_depth} with candidate {max(shape.ranks, default=0)}: this checkpoint has "
+                f"{head.config.num_heads} heads with {head.config.output_size} candidates"
+            )
+        self.head, self.shape = head, TreeShape(tuple(path for path in shape.paths if len(path) <= depth))
+        self.most_drafts = len(self.shape.paths)
+        device = head.lm_head.weight.device
+        self._width, self._target_ids_D = max(self.shape.ranks) + 1, head.target_ids()
+        self._depth_M = torch.tensor(self.shape.depths, device=device) - 1
+        self._rank_M = torch.tensor(self.shape.ranks, device=device)
+
+    def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
+        """Nothing to forget: `observe` replaces the state."""
+
+    def observe(self, committed: Committed) -> None:
+        """Keep the state that the next draft starts from."""
+        self.state_BH = committed.final_BH()
+
+    def draft(self, sequences: list[list[int]], root_B: Tensor) -> DraftTree:
+        """The tree, filled with each head's candidates; one top-k for all heads."""
+        logits_BKD = self.head.draft_logits(self.state_BH)
+        candidates_BKR = logits_BKD.topk(self._width).indices
+        tokens_BM = self._target_ids_D[candidates_BKR[:, self._depth_M, self._rank_M]]
+        return DraftTree.static(root_B, tokens_BM, self.shape)
+
+
+def _heads_used(head: MedusaHead, draft_length: int | None) -> int:
+    heads = head.config.num_heads
+    used = heads if draft_length is None else draft_length
+    if not 1 <= used <= heads:
+        raise HeadwayError(f"draft length {draft_length}: this checkpoint has heads for 1 to {heads}")
+    return used

@@ -117,7 +117,7 @@ def test_accumulation_changes_neither_figures_nor_weights(run: Run):
             assert a[key] == pytest.approx(b[key], rel=1e-5), key
     left, right = load_head(whole).state_dict(), load_head(split).state_dict()
     for name in left:
-        assert (left[name] - right[name]).double().norm() <= 1e-5 * left[name].double().norm(), name
+        assert (left[name].double() - right[name].double()).norm() <= 1e-5 * left[name].double().norm(), name
 
 
 class Killed(BaseException):

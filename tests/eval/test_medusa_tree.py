@@ -1,0 +1,250 @@
+"""Candidate trees of Medusa heads: growth against brute force, measurement against sorting, drafts against replay."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_prep.collect import Settings as CollectSettings
+from data_prep.collect import collect
+from data_prep.store import FeatureStore
+from eval.contenders import build
+from eval.decode import Settings, decode
+from eval.drafters.medusa import TREE, MedusaTreeDrafter, read_tree
+from eval.grow_tree import Options, grow_tree, held_out_rows, measure_ranks
+from eval.growth import accepted_length, conditional_accuracies, grow
+from eval.tree import TreeShape
+from heads.checkpoint import MANIFEST
+from heads.errors import HeadwayError
+from heads.medusa import MedusaConfig, MedusaHead
+from heads.target import Target
+from heads.vocabulary import DraftVocabulary
+
+NEW, HEADS, DRAFT_VOCABULARY = 24, 3, 200
+WIDE = TreeShape.of([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 2)])
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return Target.load(str(tiny_target_dir), dtype="float64", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def head(target: Target) -> MedusaHead:
+    """Untrained but not blind: a draft vocabulary, blocks off the identity, outputs that start as the target's."""
+    generator = torch.Generator().manual_seed(0)
+    ids_D = torch.randperm(target.vocab_size, generator=generator)[:DRAFT_VOCABULARY].sort().values
+    made = MedusaHead.from_target(
+        MedusaConfig(target.hidden_size, target.vocab_size, DRAFT_VOCABULARY, HEADS),
+        target.ends.lm_head_weight,
+        DraftVocabulary(ids_D, target.vocab_size),
+    )
+    with torch.no_grad():
+        for parameter in made.blocks.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    made.manifest = {
+        "target": {"name": "tiny", "fingerprint": target.fingerprint},
+        "recipe": {"data": {"features": "nowhere", "held_out": 5}},
+    }
+    return made.double().eval()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    source = random.Random(3)
+    return [[source.randrange(3, 288) for _ in range(length)] for length in (1, 7, 19, 4, 12)]
+
+
+@pytest.fixture(scope="module")
+def expected(target: Target, prompts: list[list[int]]) -> list[list[int]]:
+    texts = [target.model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False) for ids in prompts]
+    return [text[0, len(ids) :].tolist() for text, ids in zip(texts, prompts, strict=True)]
+
+
+def subtrees(paths: list[tuple[int, ...]], size: int) -> list[tuple[tuple[int, ...], ...]]:
+    """All choices of `size` paths that hang together."""
+    return [
+        chosen for chosen in itertools.combinations(paths, size) if all(path[:-1] in {(), *chosen} for path in chosen)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_greedy_growth_is_the_best_subtree(seed: int) -> None:
+    """Accuracies in any order, with ties and zeros: no connected subtree of the same size is expected to accept more."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, ranks = [(2, 3), (3, 2), (1, 4)][seed % 3]
+    accuracy_KR = torch.rand(heads, ranks, generator=generator, dtype=torch.float64)
+    accuracy_KR /= accuracy_KR.sum(1, keepdim=True) + 0.1
+    if seed % 4 == 1:
+        accuracy_KR = (accuracy_KR * 4).round() / 4
+    if seed % 4 == 2:
+        accuracy_KR[:, 0] = 0
+
+    def worth(paths: tuple[tuple[int, ...], ...]) -> float:
+        return sum(prod(float(accuracy_KR[depth, rank]) for depth, rank in enumerate(path)) for path in paths)
+
+    paths = [path for depth in range(1, heads + 1) for path in itertools.product(range(ranks), repeat=depth)]
+    for size in range(1, 6):
+        shape = grow(accuracy_KR, size)
+        best = max((worth(tree) for tree in subtrees(paths, min(size, len(paths)))), default=0.0)
+        assert worth(shape.paths) == pytest.approx(best, abs=1e-12)
+        assert len(shape.paths) == size or worth(shape.paths) == pytest.approx(worth(tuple(paths)))
+
+
+def test_growth_refuses_what_has_no_tree() -> None:
+    with pytest.raises(HeadwayError, match="tree of 0 nodes"):
+        grow(torch.ones(1, 2), 0)
+    with pytest.raises(HeadwayError, match="never right"):
+        grow(torch.zeros(2, 3), 4)
+
+
+def test_conditional_accuracies_and_accepted_length_by_hand() -> None:
+    """Three ranks of two heads; 3 = not among them, -1 = the text ended."""
+    ranks_PK = torch.tensor([[0, 1], [0, 0], [1, 0], [3, 0], [2, 3], [0, -1]])
+    expected = torch.tensor([[3 / 6, 1 / 6, 1 / 6], [2 / 4, 1 / 4, 0]], dtype=torch.float64)
+    torch.testing.assert_close(conditional_accuracies(ranks_PK, 3), expected)
+    assert accepted_length(ranks_PK, TreeShape.of([(0,), (0, 0)])) == pytest.approx((1 + 2 + 0 + 0 + 0 + 1) / 6)
+    assert accepted_length(ranks_PK, TreeShape.of([(0,), (1,), (1, 0)])) == pytest.approx((1 + 1 + 2 + 0 + 0 + 1) / 6)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_greedy_equals_generate(
+    target: Target, head: MedusaHead, prompts: list[list[int]], expected: list[list[int]], batch: int
+) -> None:
+    drafter = MedusaTreeDrafter(head, WIDE)
+    for order in (list(range(5)), [3, 0, 4, 2, 1]):
+        for first in range(0, 5, batch):
+            some = order[first : first + batch]
+            ledger = decode(target, drafter, [prompts[number] for number in some], Settings(max_new_tokens=NEW))
+            assert [output.ids for output in ledger.outputs] == [expected[number] for number in some]
+
+
+def rank_paths(target: Target, head: MedusaHead, ids: list[int]) -> list[list[int]]:
+    """At each position t, the ranks that the heads give tokens t + 2, t + 3, ... by a plain pass and a full sort."""
+    last_TH = target.states(torch.tensor([ids])).last[0]
+    logits_TKD = head.draft_logits(last_TH)
+    order = [[row.argsort(descending=True).tolist() for row in heads] for heads in logits_TKD]
+    known = head.target_ids().tolist()
+    return [
+        [
+            [known[draft] for draft in order[t][k]].index(ids[t + 2 + k]) if ids[t + 2 + k] in known else len(known)
+            for k in range(HEADS)
+            if t + 2 + k < len(ids)
+        ]
+        for t in range(len(ids))
+    ]
+
+
+def test_every_round_accepts_the_deepest_path_of_the_text(
+    target: Target, head: MedusaHead, prompts: list[list[int]]
+) -> None:
+    """Replay: from the text and the heads' ranks alone follows what each round of the decode loop has accepted."""
+    settings = Settings(max_new_tokens=NEW + HEADS, stop_ids=())
+    ledger = decode(target, MedusaTreeDrafter(head, WIDE), prompts, settings)
+    paths, accepted = set(WIDE.paths), 0
+    for number, prompt in enumerate(prompts):
+        ids = [*prompt, *ledger.outputs[number].ids]
+        ranks = rank_paths(target, head, ids)
+        for row in (row for row in ledger.rounds if row.prompt == number and row.position <= NEW - HEADS):
+            path = tuple(ranks[len(prompt) + row.position - 2])
+            deepest = next(depth for depth in range(HEADS, -1, -1) if depth == 0 or path[:depth] in paths)
+            assert row.accepted == deepest
+            accepted += deepest
+    assert accepted > 0, "drafts that are never accepted prove nothing"
+
+
+def test_draft_length_cuts_the_tree(target: Target, head: MedusaHead) -> None:
+    drafter = MedusaTreeDrafter(head, WIDE, 2)
+    assert drafter.most_drafts == 8
+    assert drafter.shape.max_depth == 2
+    with pytest.raises(HeadwayError, match="heads for 1 to 3"):
+        MedusaTreeDrafter(head, WIDE, 4)
+    with pytest.raises(HeadwayError, match="3 heads with 200 candidates"):
+        MedusaTreeDrafter(head, TreeShape.of([(0,), (200,)]))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, tiny_conversations: Path) -> Path:
+    folder = tmp_path_factory.mktemp("tree") / "store"
+    source = {"conversations": tiny_conversations, "target": str(tiny_target_dir)}
+    collect(CollectSettings(**source, out=folder, dtype="float32", store_dtype="float32", held_out=0))  # type: ignore[arg-type]
+    return folder
+
+
+def test_measured_ranks_equal_a_full_sort(head: MedusaHead, store: Path, target: Target) -> None:
+    conversations = held_out_rows(FeatureStore.open(store), 3)
+    assert len({stored.id for stored in conversations}) == 3
+    ranks_PK = measure_ranks(head, conversations, 5)
+    wanted = []
+    for stored in conversations:
+        ids, turn = stored.ids_T.tolist(), stored.turn_T.tolist()
+        order = head.target_ids()[head.draft_logits(stored.last_TH.double()).argsort(descending=True)]
+        for t in range(len(ids) - 2):
+            served = [turn[t + 1] > 0 and turn[t + 1 : t + 3 + k] == [turn[t + 1]] * (k + 2) for k in range(HEADS)]
+            if served[0]:
+                found = [
+                    (order[t, k] == ids[min(t + 2 + k, len(ids) - 1)]).nonzero().flatten().tolist()
+                    for k in range(HEADS)
+                ]
+                wanted.append(
+                    [min(5, (places or [5])[0]) if counts else -1 for places, counts in zip(found, served, strict=True)]
+                )
+    assert ranks_PK.tolist() == wanted
+    assert (ranks_PK == -1).any()
+    assert ((ranks_PK >= 0) & (ranks_PK < 5)).any()
+
+
+def test_grown_saved_and_drafted(
+    target: Target, head: MedusaHead, store: Path, tmp_path: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    folder = tmp_path / "head"
+    head.save_pretrained(folder)
+    with pytest.raises(HeadwayError, match="no candidate tree yet; run eval"):
+        build(f"medusa-tree:{folder}", target, None)
+    grown = grow_tree(Options(head=folder, size=8, ranks=100, features=store, device="cpu"))
+    shape = read_tree(folder)
+    assert len(shape.paths) == 8
+    assert grown["accepted"] >= grown["accepted_by_chain"]
+    assert grown["conversations"] == 5
+    contender = build(f"medusa-tree:{folder}", target, None)
+    assert contender.head == str(folder)
+    ledger = decode(target, contender.drafter, prompts, Settings(max_new_tokens=NEW))
+    assert [output.ids for output in ledger.outputs] == expected
+
+    (folder / MANIFEST).write_text((folder / MANIFEST).read_text() + "\n")
+    with pytest.raises(HeadwayError, match="other weights"):
+        read_tree(folder)
+    (folder / TREE).write_text(json.dumps({"paths": [[0, 0]], "head_manifest_sha256": ""}))
+    with pytest.raises(HeadwayError, match=r"path \[0, 0\] has no parent"):
+        read_tree(folder)
+    (folder / TREE).write_text("[]")
+    with pytest.raises(HeadwayError, match="not a candidate tree"):
+        read_tree(folder)
+
+
+def test_bad_requests_of_the_script(head: MedusaHead, store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    other = {**head.manifest, "target": {"name": "other", "fingerprint": "f" * 64}}
+    mine, head.manifest = head.manifest, other
+    head.save_pretrained(folder)
+    head.manifest = mine
+    with pytest.raises(HeadwayError, match="the head is for ffffffffffffffff"):
+        grow_tree(Options(head=folder, features=store, device="cpu"))
+    head.save_pretrained(folder)
+    with pytest.raises(HeadwayError, match="25 conversations held out of 24"):
+        grow_tree(Options(head=folder, features=store, held_out=25, device="cpu"))
+    script = Path(__file__).parents[2] / "eval" / "grow_tree.py"
+    done = subprocess.run(
+        [sys.executable, script, "--head", tmp_path / "none"], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "no such folder" in done.stderr
