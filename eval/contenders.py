@@ -12,12 +12,11 @@ from eval.drafters.lookup import LookupDrafter
 from eval.drafters.medusa import MedusaDrafter, MedusaTreeDrafter, read_tree
 from eval.drafters.model import ModelDrafter
 from eval.drafters.none import NoDrafter
-from eval.drafters.suffix import SuffixDrafter
+from eval.drafters.suffix import REMEMBERED, SuffixDrafter
 from heads import load_head
 from heads.checkpoint import Head, read_manifest
 from heads.errors import HeadwayError
-from heads.medusa import Embed
-from heads.medusa import MedusaHead
+from heads.medusa import Embed, MedusaHead
 from heads.target import Target, fingerprint, resolve
 
 BASELINE, LOOKUP, SUFFIX, SUFFIX_SHARED = "none", "lookup", "suffix", "suffix-shared"
@@ -46,18 +45,18 @@ def build(name: str, target: Target, draft_length: int | None) -> Contender:
     does not fit the target, and a draft length that the drafter cannot give.
     """
     prefix, folder = _split(name)
-    length = {} if draft_length is None else {"draft_length": draft_length}
     if name == BASELINE:
         return Contender(name, NoDrafter(), None)
     if name == LOOKUP:
-        return Contender(name, LookupDrafter(**length), None)
+        return Contender(name, LookupDrafter() if draft_length is None else LookupDrafter(draft_length), None)
     if name == SUFFIX:
-        return Contender(name, SuffixDrafter(remembered=0, **length), None)
+        return Contender(name, _suffix(draft_length, remembered=0), None)
     if name == SUFFIX_SHARED:
-        return Contender(name, SuffixDrafter(**length), None)
+        return Contender(name, _suffix(draft_length, REMEMBERED), None)
     if prefix == MODEL:
         draft = Target.load(folder, str(target.dtype).removeprefix("torch."), str(target.device))
-        return Contender(name, ModelDrafter(draft, target, **length), folder)
+        drafter = ModelDrafter(draft, target) if draft_length is None else ModelDrafter(draft, target, draft_length)
+        return Contender(name, drafter, folder)
     head = _fitting_head(folder, target)
     if prefix == MEDUSA_TREE:
         if not isinstance(head, MedusaHead):
@@ -67,6 +66,10 @@ def build(name: str, target: Target, draft_length: int | None) -> Contender:
     if kind not in HEAD_DRAFTERS:
         raise HeadwayError(f"{name}: no drafter for heads of kind '{kind}'; known: {', '.join(HEAD_DRAFTERS)}")
     return Contender(name, HEAD_DRAFTERS[kind](head, draft_length, target.embed), folder)
+
+
+def _suffix(draft_length: int | None, remembered: int) -> SuffixDrafter:
+    return SuffixDrafter(remembered=remembered) if draft_length is None else SuffixDrafter(draft_length, remembered)
 
 
 def check_name(name: str) -> None:

@@ -87,6 +87,10 @@ def grow_tree(options: Options) -> dict[str, Any]:
     head = load_head(options.head, device=auto_device(options.device), dtype=torch.float32)
     if not isinstance(head, MedusaHead):
         raise HeadwayError(f"{options.head}: a head of kind '{head.config.kind}'; trees are grown for Medusa heads")
+    if head.config.hydra:
+        raise HeadwayError(
+            f"{options.head}: Hydra heads draft a chain; trees are grown for heads that share candidates"
+        )
     if options.ranks < 1:
         raise HeadwayError(f"ranks {options.ranks}: give at least 1")
     data = head.manifest.get("recipe", {}).get("data", {})

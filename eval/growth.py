@@ -43,14 +43,15 @@ def grow(accuracy_KR: Tensor, size: int) -> TreeShape:
     if size < 1:
         raise HeadwayError(f"tree of {size} nodes: give at least 1, such as 8 to 64")
     accuracies = accuracy_KR.tolist()
-    orders = [sorted(range(len(row)), key=lambda rank, row=row: (-row[rank], rank)) for row in accuracies]
+    orders = [[rank for _, rank in sorted((-share, rank) for rank, share in enumerate(row))] for row in accuracies]
 
     def candidate(places: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
         """Heap entry of a node by its places in the orders: less is better."""
         chance = prod(accuracies[depth][orders[depth][place]] for depth, place in enumerate(places))
         return -chance, len(places), places
 
-    heap, chosen = [candidate((0,))], []
+    heap = [candidate((0,))]
+    chosen: list[list[int]] = []
     while heap and len(chosen) < size:
         chance, depth, places = heapq.heappop(heap)
         if chance == 0:

@@ -75,8 +75,11 @@ class MedusaTreeDrafter:
     def __init__(self, head: MedusaHead, shape: TreeShape, draft_length: int | None = None) -> None:
         """`draft_length` heads are used: deeper nodes are left out.
 
-        Raises HeadwayError for a draft length, depth or candidate that the head does not have.
+        Raises HeadwayError for a draft length, depth or candidate that the head does not have, and for Hydra heads,
+        whose candidates differ from path to path.
         """
+        if head.config.hydra:
+            raise HeadwayError("Hydra heads draft a chain; a tree of shared candidates does not fit them")
         depth = _heads_used(head, draft_length)
         if shape.max_depth > head.config.num_heads or max(shape.ranks, default=0) >= head.config.output_size:
             raise HeadwayError(
