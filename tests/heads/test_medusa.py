@@ -287,3 +287,74 @@ def test_low_precision_sums_stay_close():
 def test_refuses_a_vocabulary_of_another_size():
     with pytest.raises(HeadwayError, match="5 of 30 tokens do not fit a head with 17 of 30"):
         MedusaHead.from_target(MedusaConfig(H, V, D), torch.zeros(V, H), DraftVocabulary(torch.arange(5), V))
+
+
+def hydra_head(output: Any = "shared") -> tuple[MedusaHead, torch.nn.Embedding]:
+    """A random Hydra head over 20 of 24 tokens, and an embedding, in float64."""
+    torch.manual_seed(3)
+    config = MedusaConfig(hidden_size=8, vocab_size=24, draft_vocab_size=20, num_heads=3, output=output, hydra=True)
+    vocabulary = DraftVocabulary(torch.arange(4, 24), 24)
+    head = MedusaHead.from_target(config, torch.randn(24, 8), vocabulary).double()
+    for parameter in head.blocks.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return head, torch.nn.Embedding(24, 8).double().requires_grad_(False)
+
+
+def by_hand(head: MedusaHead, embed: torch.nn.Embedding, state_H: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Logits [D] of head len(tokens) - 1 after the root and drafts `tokens`, written out for one row."""
+    k = len(tokens) - 1
+    layer = head.blocks[k].layers[0]
+    unit = [embed.weight[token] / embed.weight[token].square().mean().sqrt() for token in tokens]
+    inner = layer.weight @ torch.cat([state_H, *unit]) + layer.bias
+    weight_DH = head.lm_head.weight if head.lm_head.weight.dim() == 2 else head.lm_head.weight[k]
+    return weight_DH @ (state_H + inner * torch.sigmoid(inner))
+
+
+@pytest.mark.parametrize("output", ["own", "shared"])
+def test_hydra_heads_draft_from_the_tokens_before(output: str) -> None:
+    head, embed = hydra_head(output=output)
+    last_BH, root_B = torch.randn(4, 8, dtype=torch.float64), torch.tensor([3, 9, 14, 23])
+    ids_BK = head.draft_ids(last_BH, root_B, embed)
+    for row in range(4):
+        tokens = [int(root_B[row])]
+        for _ in range(3):
+            draft = int(by_hand(head, embed, last_BH[row], tokens).argmax())
+            tokens.append(draft + int(head.d2t[draft]))
+        assert ids_BK[row].tolist() == tokens[1:]
+    assert head.draft_ids(last_BH, root_B, embed, 2).tolist() == ids_BK[:, :2].tolist()
+    other_B = (root_B + 1) % 24
+    assert head.draft_ids(last_BH, other_B, embed).tolist() != ids_BK.tolist(), "the root is not looked at"
+
+
+def test_hydra_training_equals_its_drafting() -> None:
+    """Teacher forcing on a text gives each head, row by row, the loss of the logits it drafts with there."""
+    head, embed = hydra_head()
+    ids_T = torch.randint(0, 24, (11,))
+    turn_T = torch.tensor([0, 0, 0, 1, 1, 1, 1, 0, 2, 2, 2])
+    last_TH = torch.randn(11, 8, dtype=torch.float64)
+    output = head(*pack(last_TH, ids_T, turn_T), embed=embed)
+    draft_ids_V = head.draft_ids_of()
+    for k in range(3):
+        total, count = 0.0, 0
+        for t in range(11):
+            span = turn_T[t + 1 : t + 3 + k]
+            if len(span) < k + 2 or span[0] == 0 or not bool((span == span[0]).all()):
+                continue
+            label = int(draft_ids_V[ids_T[t + 2 + k]])
+            if label < 0:
+                continue
+            logits_D = by_hand(head, embed, last_TH[t], ids_T[t + 1 : t + 2 + k].tolist())
+            total, count = total - float(logits_D.detach().log_softmax(0)[label]), count + 1
+        assert int(output.counts_K[k]) == count
+        assert float(output.numerators_K[k]) == pytest.approx(total, rel=1e-6)
+
+
+def test_hydra_heads_ask_for_what_they_need() -> None:
+    head, _ = hydra_head()
+    last_BH = torch.randn(2, 8, dtype=torch.float64)
+    with pytest.raises(HeadwayError, match="give both"):
+        head.draft_ids(last_BH)
+    with pytest.raises(HeadwayError, match="use draft_ids"):
+        head.draft_logits(last_BH)
+    with pytest.raises(HeadwayError, match="embeddings; none were given"):
+        head(last_BH, torch.tensor([1, 2]), torch.tensor([0, 0]))
