@@ -113,9 +113,11 @@ class SpeculativeDecoder:
         if least is None:
             least = max(0, (config.min_length or 0) - width)
         biases, bad_words = _biases(config.sequence_bias), config.bad_words_ids or ()
-        law = {name: getattr(config, name) for name in SAMPLED_ONLY} if config.do_sample else {"temperature": 0.0}
+        law: dict[str, Any] = {"temperature": 0.0}
+        if config.do_sample:
+            law = {name: value for name in SAMPLED_ONLY if (value := getattr(config, name)) is not None}
         sampling = Sampling(
-            **{name: value for name, value in law.items() if value is not None},
+            **law,
             repetition_penalty=config.repetition_penalty,
             logit_bias=biases,
             bad_words=bad_words,

@@ -23,7 +23,6 @@ from heads.linear import few_rows_linear
 from heads.losses import HeadOutput, Rows, TeacherLogits, draft_loss
 from heads.vocabulary import DraftVocabulary
 
-
 Embed = Callable[[Tensor], Tensor]
 """[...] token ids -> [..., H]: the target's embedding."""
 
@@ -85,9 +84,7 @@ class MedusaBlock(nn.Module):
 
     def __init__(self, hidden_size: int, num_layers: int, more: int = 0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            ResidualLayer(hidden_size, 0 if number else more) for number in range(num_layers)
-        )
+        self.layers = nn.ModuleList(ResidualLayer(hidden_size, 0 if number else more) for number in range(num_layers))
 
     def forward(self, x_RH: Tensor, more: Sequence[Tensor] = ()) -> Tensor:
         for number, layer in enumerate(self.layers):
