@@ -21,7 +21,8 @@ class Committed:
 
     last_BLH: the states (after the final norm) of the committed tokens, right-padded; counts_B: how many there are
     (int64, at least 1); taps: tap -> [B, L, H]; tokens_BL: their ids; root_B: the token drawn after the last of them,
-    which is not in the cache yet and is the root of the next tree.
+    which is not in the cache yet and is the root of the next tree; logits_BNV: the target's logits after every node of
+    the tree that was verified, accepted or not (None for the prompt).
     """
 
     tokens_BL: torch.Tensor
@@ -29,6 +30,7 @@ class Committed:
     taps: dict[int, torch.Tensor]
     counts_B: torch.Tensor
     root_B: torch.Tensor
+    logits_BNV: torch.Tensor | None = None
 
     def final_BH(self) -> torch.Tensor:
         """[B, H]: the state of each row's last committed token, the one whose logits gave the root."""
