@@ -78,7 +78,7 @@ class RunLog:
             self._progress.stop()
             self._metrics.close()
             if self._wandb is not None:
-                self._wandb.finish(quiet=True)
+                self._wandb.finish()
 
     def _write(self, row: dict[str, Any], kind: str) -> None:
         self._metrics.write(json.dumps({"kind": kind, **row}) + "\n")

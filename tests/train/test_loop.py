@@ -384,7 +384,7 @@ def test_wandb_is_offline_without_a_key_and_the_key_stays_out_of_the_files(
         def log(self, values: dict[str, float], step: int) -> None:
             started[-1].setdefault("rows", []).append((step, values))
 
-        def finish(self, quiet: bool) -> None:
+        def finish(self) -> None:
             started[-1]["finished"] = True
 
     def init(**settings: Any) -> Recorder:
