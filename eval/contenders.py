@@ -7,23 +7,38 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.drafters import Drafter
+from eval.drafters import Drafter, lookahead, lookup, model, suffix
+from eval.drafters.lookahead import LookaheadDrafter
 from eval.drafters.lookup import LookupDrafter
 from eval.drafters.medusa import MedusaDrafter, MedusaTreeDrafter, read_tree
 from eval.drafters.model import ModelDrafter
 from eval.drafters.none import NoDrafter
-from eval.drafters.suffix import REMEMBERED, SuffixDrafter
+from eval.drafters.suffix import SuffixDrafter
 from heads import load_head
 from heads.checkpoint import Head, read_manifest
 from heads.errors import HeadwayError
 from heads.medusa import Embed, MedusaHead
 from heads.target import Target, fingerprint, resolve
 
-BASELINE, LOOKUP, SUFFIX, SUFFIX_SHARED = "none", "lookup", "suffix", "suffix-shared"
-PLAIN = (BASELINE, LOOKUP, SUFFIX, SUFFIX_SHARED)  # drafters that need no folder
+BASELINE, LOOKUP = "none", "lookup"
 MODEL, MEDUSA_TREE = "model", "medusa-tree"
 PREFIXES = (MODEL, MEDUSA_TREE)  # before a colon and a folder; a folder alone is a head, drafting as its kind does
-NAMES = f"a head's folder, {MODEL}:FOLDER, {MEDUSA_TREE}:FOLDER, {', '.join(PLAIN[:-1])} or {PLAIN[-1]}"
+
+
+def _given(draft_length: int | None, default: int) -> int:
+    return default if draft_length is None else draft_length
+
+
+# Drafters that need no folder, from the draft length asked for (None: their own). `suffix` knows its own text alone;
+# `suffix-shared` remembers earlier outputs too, so where a prompt is decoded more than once it is told the answer.
+PLAIN: dict[str, Callable[[int | None], Drafter]] = {
+    BASELINE: lambda _: NoDrafter(),
+    LOOKUP: lambda length: LookupDrafter(_given(length, lookup.DRAFT_LENGTH)),
+    "suffix": lambda length: SuffixDrafter(_given(length, suffix.DRAFT_LENGTH), remembered=0),
+    "suffix-shared": lambda length: SuffixDrafter(_given(length, suffix.DRAFT_LENGTH)),
+    "lookahead": lambda length: LookaheadDrafter(ngram=1 + _given(length, lookahead.NGRAM - 1)),
+}
+NAMES = f"a head's folder, {', '.join(f'{prefix}:FOLDER' for prefix in PREFIXES)}, {', '.join(PLAIN)}"
 # A head's kind -> its drafter, from the loaded head and the draft length asked for (None: all it has).
 HEAD_DRAFTERS: dict[str, Callable[[Any, int | None, Embed], Drafter]] = {"medusa": MedusaDrafter}
 
@@ -40,23 +55,15 @@ class Contender:
 def build(name: str, target: Target, draft_length: int | None) -> Contender:
     """A contender for `target`, in its dtype and on its device, by a name as NAMES lists them.
 
-    `suffix` knows its own text alone; `suffix-shared` remembers earlier outputs too, so where a prompt is decoded more
-    than once it is told the answer. Raises HeadwayError for a name that is none of these, a head or draft model that
-    does not fit the target, and a draft length that the drafter cannot give.
+    Raises HeadwayError for a name that is none of these, a head or draft model that does not fit the target, and a draft
+    length that the drafter cannot give.
     """
     prefix, folder = _split(name)
-    if name == BASELINE:
-        return Contender(name, NoDrafter(), None)
-    if name == LOOKUP:
-        return Contender(name, LookupDrafter() if draft_length is None else LookupDrafter(draft_length), None)
-    if name == SUFFIX:
-        return Contender(name, _suffix(draft_length, remembered=0), None)
-    if name == SUFFIX_SHARED:
-        return Contender(name, _suffix(draft_length, REMEMBERED), None)
+    if name in PLAIN:
+        return Contender(name, PLAIN[name](draft_length), None)
     if prefix == MODEL:
         draft = Target.load(folder, str(target.dtype).removeprefix("torch."), str(target.device))
-        drafter = ModelDrafter(draft, target) if draft_length is None else ModelDrafter(draft, target, draft_length)
-        return Contender(name, drafter, folder)
+        return Contender(name, ModelDrafter(draft, target, _given(draft_length, model.DRAFT_LENGTH)), folder)
     head = _fitting_head(folder, target)
     if prefix == MEDUSA_TREE:
         if not isinstance(head, MedusaHead):
@@ -66,10 +73,6 @@ def build(name: str, target: Target, draft_length: int | None) -> Contender:
     if kind not in HEAD_DRAFTERS:
         raise HeadwayError(f"{name}: no drafter for heads of kind '{kind}'; known: {', '.join(HEAD_DRAFTERS)}")
     return Contender(name, HEAD_DRAFTERS[kind](head, draft_length, target.embed), folder)
-
-
-def _suffix(draft_length: int | None, remembered: int) -> SuffixDrafter:
-    return SuffixDrafter(remembered=remembered) if draft_length is None else SuffixDrafter(draft_length, remembered)
 
 
 def check_name(name: str) -> None:

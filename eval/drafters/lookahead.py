@@ -25,6 +25,8 @@ from eval.sampling import Sampling
 from eval.tree import DraftTree
 from heads.errors import HeadwayError
 
+WIDTH, NGRAM, ENTRIES = 7, 5, 7  # W, N and G of the paper
+
 
 class NgramPool:
     """Continuations by first token: at most `most` a token, the least recently added out."""
@@ -120,7 +122,7 @@ class LookaheadDrafter:
     name = "lookahead"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, width: int = 7, ngram: int = 5, entries: int = 7) -> None:
+    def __init__(self, width: int = WIDTH, ngram: int = NGRAM, entries: int = ENTRIES) -> None:
         """`width` columns (W), `ngram` tokens in an n-gram (N), `entries` n-grams kept for each first token (G)."""
         if width < 1 or ngram < 2 or entries < 1:
             raise HeadwayError(f"lookahead: width {width} and entries {entries} must be at least 1, ngram {ngram} 2")

@@ -10,6 +10,8 @@ from eval.sampling import Sampling
 from eval.tree import DraftTree
 from heads.errors import HeadwayError
 
+DRAFT_LENGTH, LONGEST = 10, 3
+
 
 class RunIndex:
     """Where each run of up to `longest` ids of a growing text last ended: O(longest) a token, whatever the text's length."""
@@ -54,7 +56,7 @@ class LookupDrafter:
     name = "lookup"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, draft_length: int = 10, longest: int = 3) -> None:
+    def __init__(self, draft_length: int = DRAFT_LENGTH, longest: int = LONGEST) -> None:
         if draft_length < 1 or longest < 1:
             raise HeadwayError(f"lookup: draft_length {draft_length} and longest {longest} must be at least 1")
         self.most_drafts, self.longest = draft_length, longest

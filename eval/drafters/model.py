@@ -29,6 +29,7 @@ from heads.target import Target
 
 log = logging.getLogger(__name__)
 
+DRAFT_LENGTH = 5
 FIRST_TOKENS = 256  # room in the draft's cache at the start; it grows by doubling
 NAMED = 3  # differing tokens that an error names
 
@@ -111,7 +112,7 @@ class ModelDrafter:
     name = "model"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, draft: Target, target: Target, draft_length: int = 5, sampled: bool = True) -> None:
+    def __init__(self, draft: Target, target: Target, draft_length: int = DRAFT_LENGTH, sampled: bool = True) -> None:
         """`sampled` False drafts the draft's argmax at any temperature.
 
         Raises HeadwayError for another tokenizer, another device, and a draft length below 1.

@@ -21,6 +21,7 @@ from eval.sampling import Sampling
 from eval.tree import DraftTree
 from heads.errors import HeadwayError
 
+DRAFT_LENGTH = 16
 PER_MATCH = 2
 LEAST_SHARE = 0.2
 REMEMBERED = 100_000  # tokens of earlier outputs, about 60 MB
@@ -92,7 +93,7 @@ class SuffixDrafter:
     name = "suffix"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, draft_length: int = 16, remembered: int = REMEMBERED) -> None:
+    def __init__(self, draft_length: int = DRAFT_LENGTH, remembered: int = REMEMBERED) -> None:
         if draft_length < 1 or remembered < 0:
             raise HeadwayError(
                 f"suffix: draft_length {draft_length} must be at least 1, remembered {remembered} not negative"
