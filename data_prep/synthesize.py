@@ -367,7 +367,8 @@ def synthesize(settings: Settings) -> None:
     cut = sum(row["finish_reason"] == "length" for row in rows)
     print(
         f"{settings.out}: {len(rows)} conversations, {settings.out.stat().st_size:,} bytes, {cut} cut at "
-        f"{settings.max_answer_tokens} tokens, {len(turns) - len(rows)} left out"
+        f"{settings.max_answer_tokens} tokens; {len(turns) - len(rows)} left out, whose text is not tokenised to what "
+        "the target wrote"
     )
 
 

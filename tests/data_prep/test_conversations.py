@@ -324,10 +324,9 @@ def test_show(
         assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.skipif(not SAMPLES.exists(), reason="made by data_prep/synthesize.py")
 def test_bundled_set() -> None:
     samples = read_conversations(SAMPLES)
-    assert 1000 <= len(samples) <= 2000
+    assert 800 <= len(samples) <= 2000
     assert SAMPLES.stat().st_size <= 2_000_000
     assert [each.id for each in samples] == sorted(each.id for each in samples)
     assert all(message["content"].strip() for each in samples for message in each.messages)
