@@ -188,29 +188,28 @@ class DraftTree:
         return self._lineage[1]
 
     @cached_property
-    def _lineage(self) -> tuple[Tensor, Tensor]:
+    def _lineage(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mask, depths and ancestors: `ancestors_BNL[b, n, k]` is k levels above node n (the root stays the root)."""
         node_N = torch.arange(self.nodes, device=self.tokens_BN.device)
         current_BN = node_N.expand_as(self.parents_BN)
-        mask_BNN = torch.eye(self.nodes, dtype=torch.bool, device=self.tokens_BN.device).expand(
-            self.tokens_BN.shape[0], -1, -1
-        )
+        mask_BNN = current_BN[:, :, None] == node_N
         depth_BN = torch.zeros_like(self.parents_BN)
+        ancestors = [current_BN]
         for _ in range(self.max_depth):
             above_BN = self.parents_BN.gather(1, current_BN)
             depth_BN = depth_BN + (above_BN >= 0)
             current_BN = torch.where(above_BN >= 0, above_BN, current_BN)
             mask_BNN = mask_BNN | (current_BN[:, :, None] == node_N)
-        return mask_BNN, depth_BN
+            ancestors.append(current_BN)
+        return mask_BNN, depth_BN, torch.stack(ancestors, -1)
 
     def paths(self) -> Tensor:
         """Node indices from the root to each node, int64 [B, N, max_depth + 1], -1 after the node itself."""
-        mask_BNN, depth_BN = self._lineage
-        steps_L = torch.arange(self.max_depth + 1, device=self.tokens_BN.device)
-        at_depth_BNL = depth_BN[:, :, None] == steps_L
-        # Ancestors of one node have different depths, so each entry sums at most one index; + 1 leaves 0 for "none".
-        index_N1 = torch.arange(1, self.nodes + 1, device=self.tokens_BN.device)[:, None]
-        found_BNL = mask_BNN.to(torch.float32) @ (at_depth_BNL * index_N1 * self.valid_BN[:, :, None]).to(torch.float32)
-        return found_BNL.to(torch.int64) - 1
+        _, depth_BN, ancestors_BNL = self._lineage
+        levels_L = torch.arange(self.max_depth + 1, device=self.tokens_BN.device)
+        up_BNL = depth_BN[:, :, None] - levels_L
+        found_BNL = ancestors_BNL.gather(2, up_BNL.clamp(min=0))
+        return found_BNL.where((up_BNL >= 0) & self.valid_BN[:, :, None], -1)
 
     def child_with(self, node_B: Tensor, token_B: Tensor) -> Tensor:
         """The first child of each row's node that holds the token: node index [B], -1 if there is none."""
