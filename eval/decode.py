@@ -111,9 +111,8 @@ class _Decoding:
         self.target, self.drafter, self.settings, self.listener = target, drafter, settings, listener
         self.rows = [_Row(list(prompt), list(prompt)) for prompt in prompts]
         self.stop_ids = target.eos_ids if settings.stop_ids is None else settings.stop_ids
-        # the last round starts at most one token short of the limit, and its draft lies behind that token
-        capacity = max(len(prompt) for prompt in prompts) + settings.max_new_tokens + drafter.most_drafts
-        self.passes = TargetPasses(target, len(prompts), capacity, drafter.taps)
+        tokens = max(len(prompt) for prompt in prompts) + settings.max_new_tokens
+        self.passes = TargetPasses(target, len(prompts), tokens, drafter.taps, drafter.most_drafts)
         self.chooser = SeededChooser([settings.seed + row for row in range(len(prompts))], target.device)
         self.clock = Clock(target.device)
         self.ledger = Ledger()
@@ -148,7 +147,7 @@ class _Decoding:
         """Draft, verify, commit, account; returns the next root [B]."""
         live = [row.stop is None for row in self.rows]
         started = self.clock.now()
-        tree = self.drafter.draft([row.ids for row in self.rows], root_B)
+        tree = self.passes.fit(self.drafter.draft([row.ids for row in self.rows], root_B))
         drafted_at = self.clock.now()
         states = self.passes.verify(tree)
         verified = self._verify(states.last, tree)
