@@ -23,7 +23,7 @@ from torch import Tensor
 from data_prep.store import MANIFEST as STORE_MANIFEST
 from data_prep.store import FeatureStore, StoredConversation
 from eval.drafters.medusa import TREE
-from eval.growth import accepted_length, conditional_accuracies, grow
+from eval.growth import accepted_length, conditional_accuracies, grow, measured_shares
 from eval.tree import TreeShape
 from heads import load_head
 from heads.checkpoint import MANIFEST
@@ -99,13 +99,14 @@ def grow_tree(options: Options) -> dict[str, Any]:
     if folder is None or held_out is None:
         raise HeadwayError(f"{options.head / MANIFEST}: names no recipe; give --features and --held_out")
     rows = held_out_rows(_open(folder, head), held_out)
-    ranks_PK = measure_ranks(head, rows, options.ranks)
+    halves = [measure_ranks(head, half, options.ranks) for half in (rows[::2], rows[1::2])]
+    ranks_PK = torch.cat(halves)
     accuracy_KR = conditional_accuracies(ranks_PK, options.ranks)
-    shape = grow(accuracy_KR, options.size)
+    shape = grow(measured_shares(ranks_PK, options.ranks), options.size)
     chain = TreeShape(tuple((0,) * depth for depth in range(1, head.config.num_heads + 1)))
     grown = {
         "paths": [list(path) for path in shape.paths],
-        "accepted": accepted_length(ranks_PK, shape),
+        "accepted": _accepted_elsewhere(halves, options),
         "accepted_by_chain": accepted_length(ranks_PK, chain),
         "conditional_accuracies": [[round(share, 6) for share in row] for row in accuracy_KR.tolist()],
         "positions": len(ranks_PK),
@@ -115,6 +116,14 @@ def grow_tree(options: Options) -> dict[str, Any]:
     }
     atomic_write_text(options.head / TREE, json.dumps(grown) + "\n")
     return grown
+
+
+def _accepted_elsewhere(halves: list[Tensor], options: Options) -> float:
+    """Mean accepted drafts where a tree grown on one half of the conversations meets the other: not flattered."""
+    total = 0.0
+    for mine, other in (halves, halves[::-1]):
+        total += len(other) * accepted_length(other, grow(measured_shares(mine, options.ranks), options.size))
+    return total / sum(map(len, halves))
 
 
 def _open(folder: Path, head: MedusaHead) -> FeatureStore:
@@ -130,7 +139,7 @@ def _open(folder: Path, head: MedusaHead) -> FeatureStore:
 
 def held_out_rows(store: FeatureStore, count: int) -> list[StoredConversation]:
     """The `count` conversations whose ids have the smallest SHA-256: those that training leaves out."""
-    if not 1 <= count <= len(store):
+    if not 2 <= count <= len(store):
         raise HeadwayError(
             f"{store.folder}: {count} conversations held out of {len(store)}; give --held_out a number in it"
         )
@@ -148,7 +157,7 @@ def main() -> None:
         raise HeadwayError(f"{error}; see --help") from error
     grown = grow_tree(options)
     print(
-        f"{options.head / TREE}: {len(grown['paths'])} nodes, {grown['accepted']:.3f} drafts accepted a round on "
+        f"{options.head / TREE}: {len(grown['paths'])} nodes, {grown['accepted']:.3f} drafts accepted a round at "
         f"{grown['positions']:,} held-out positions (the chain: {grown['accepted_by_chain']:.3f})"
     )
 

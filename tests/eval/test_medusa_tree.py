@@ -20,7 +20,7 @@ from eval.contenders import build
 from eval.decode import Settings, decode
 from eval.drafters.medusa import TREE, MedusaTreeDrafter, read_tree
 from eval.grow_tree import Options, grow_tree, held_out_rows, measure_ranks
-from eval.growth import accepted_length, conditional_accuracies, grow
+from eval.growth import PRIOR, accepted_length, conditional_accuracies, grow, measured_shares
 from eval.tree import TreeShape
 from heads.checkpoint import MANIFEST
 from heads.errors import HeadwayError
@@ -78,22 +78,28 @@ def subtrees(paths: list[tuple[int, ...]], size: int) -> list[tuple[tuple[int, .
 
 @pytest.mark.parametrize("seed", range(12))
 def test_greedy_growth_is_the_best_subtree(seed: int) -> None:
-    """Accuracies in any order, with ties and zeros: no connected subtree of the same size is expected to accept more."""
-    generator = torch.Generator().manual_seed(seed)
+    """Shares that differ by prefix, in any order, with ties and zeros: no subtree of the same size accepts more."""
+    source = random.Random(seed)
     heads, ranks = [(2, 3), (3, 2), (1, 4)][seed % 3]
-    accuracy_KR = torch.rand(heads, ranks, generator=generator, dtype=torch.float64)
-    accuracy_KR /= accuracy_KR.sum(1, keepdim=True) + 0.1
-    if seed % 4 == 1:
-        accuracy_KR = (accuracy_KR * 4).round() / 4
-    if seed % 4 == 2:
-        accuracy_KR[:, 0] = 0
-
-    def worth(paths: tuple[tuple[int, ...], ...]) -> float:
-        return sum(prod(float(accuracy_KR[depth, rank]) for depth, rank in enumerate(path)) for path in paths)
-
     paths = [path for depth in range(1, heads + 1) for path in itertools.product(range(ranks), repeat=depth)]
+    table = {}
+    for prefix in [(), *paths]:
+        raw = [source.random() for _ in range(ranks)]
+        if seed % 4 == 1:
+            raw = [float(source.randrange(3)) for _ in range(ranks)]
+        if seed % 4 == 2:
+            raw[0] = 0.0
+        table[prefix] = [] if len(prefix) == heads else [share / (sum(raw) + 0.1) for share in raw]
+
+    def worth(tree: tuple[tuple[int, ...], ...]) -> float:
+        return sum(prod(table[path[:depth]][rank] for depth, rank in enumerate(path)) for path in tree)
+
     for size in range(1, 6):
-        shape = grow(accuracy_KR, size)
+        try:
+            shape = grow(table.__getitem__, size)
+        except HeadwayError:
+            assert sum(table[()]) == 0
+            continue
         best = max((worth(tree) for tree in subtrees(paths, min(size, len(paths)))), default=0.0)
         assert worth(shape.paths) == pytest.approx(best, abs=1e-12)
         assert len(shape.paths) == size or worth(shape.paths) == pytest.approx(worth(tuple(paths)))
@@ -101,9 +107,20 @@ def test_greedy_growth_is_the_best_subtree(seed: int) -> None:
 
 def test_growth_refuses_what_has_no_tree() -> None:
     with pytest.raises(HeadwayError, match="tree of 0 nodes"):
-        grow(torch.ones(1, 2), 0)
+        grow(lambda path: [0.5, 0.5], 0)
     with pytest.raises(HeadwayError, match="never right"):
-        grow(torch.zeros(2, 3), 4)
+        grow(lambda path: [0.0, 0.0], 4)
+
+
+def test_shares_are_those_behind_the_prefix() -> None:
+    """Two ranks. Behind 0 the second head is right 3 times of 4 at its first; behind 1 never, in 2 positions."""
+    ranks_PK = torch.tensor([[0, 0], [0, 0], [0, 0], [0, 1], [1, 2], [1, 2], [0, -1], [2, 0]])
+    shares, average = measured_shares(ranks_PK, 2), conditional_accuracies(ranks_PK, 2)
+    torch.testing.assert_close(average, torch.tensor([[5 / 8, 2 / 8], [3 / 6, 1 / 6]], dtype=torch.float64))
+    assert shares(()) == pytest.approx([5 / 8, 2 / 8])
+    assert shares((0,)) == pytest.approx([(3 + PRIOR * 3 / 6) / (4 + PRIOR), (1 + PRIOR / 6) / (4 + PRIOR)])
+    assert shares((1,)) == pytest.approx([(PRIOR * 3 / 6) / (2 + PRIOR), (PRIOR / 6) / (2 + PRIOR)])
+    assert list(shares((0, 0))) == []
 
 
 def test_conditional_accuracies_and_accepted_length_by_hand() -> None:
@@ -212,7 +229,11 @@ def test_grown_saved_and_drafted(
     grown = grow_tree(Options(head=folder, size=8, ranks=100, features=store, device="cpu"))
     shape = read_tree(folder)
     assert len(shape.paths) == 8
-    assert grown["accepted"] >= grown["accepted_by_chain"]
+    ranks = [measure_ranks(head.float(), held_out_rows(FeatureStore.open(store), 5)[first::2], 100) for first in (0, 1)]
+    head.double()
+    across = [accepted_length(ranks[1 - half], grow(measured_shares(ranks[half], 100), 8)) for half in (0, 1)]
+    mean = (across[0] * len(ranks[1]) + across[1] * len(ranks[0])) / (len(ranks[0]) + len(ranks[1]))
+    assert grown["accepted"] == pytest.approx(mean)
     assert grown["conversations"] == 5
     contender = build(f"medusa-tree:{folder}", target, None)
     assert contender.head == str(folder)
