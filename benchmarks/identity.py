@@ -2,8 +2,8 @@
 
     python benchmarks/identity.py      # after `make demo`; writes benchmarks/results/line-identity.json, ~15 minutes
 
-transformers' `generate` over batches of 8 left-padded rows, and the baseline, lookup and Medusa runs of the decode loop
-over batches of 8 ragged rows. `make slow` asserts that all ids are the same.
+transformers' `generate` over batches of 32 left-padded rows, and the baseline, lookup and Medusa runs of the decode loop
+over batches of 32 ragged rows. `make slow` asserts that all ids are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from heads.errors import HeadwayError
 from heads.target import Target
 
 HEAD = Path(__file__).resolve().parents[1] / "artifacts" / "demo" / "medusa"
-PROMPTS, TOKENS, ROWS = 64, 128, 8
+PROMPTS, TOKENS, ROWS = 64, 128, 32
 
 
 def generate(target: Target, prompts: list[list[int]]) -> list[list[int]]:
