@@ -1,6 +1,6 @@
 """Greedy identity of 64 held-out answers of 128 tokens on the embedded target, fp32, in four ways.
 
-    python benchmarks/identity.py      # after `make demo`; writes benchmarks/results/line-identity.json, ~15 minutes
+    python benchmarks/identity.py [--count 16]     # after `make demo`; writes benchmarks/results/line-identity.json, ~15 minutes
 
 transformers' `generate` over batches of 32 left-padded rows, and the baseline, lookup and Medusa runs of the decode loop
 over batches of 32 ragged rows. `make slow` asserts that all ids are the same.
@@ -39,27 +39,27 @@ def generate(target: Target, prompts: list[list[int]]) -> list[list[int]]:
     return [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in answers]
 
 
-def measure() -> dict[str, Any]:
+def measure(count: int = PROMPTS, head: Path = HEAD) -> dict[str, Any]:
     """Per run: how many of the answers are `generate`'s, which are not, and tau. Raises HeadwayError without a head."""
-    if not (HEAD / "manifest.json").is_file():
-        raise HeadwayError(f"{HEAD}: no demo head; run `make demo` first")
+    if not (head / "manifest.json").is_file():
+        raise HeadwayError(f"{head}: no head there; run `make demo` first")
     target = Target.load(dtype="float32")
     _, heldout = split_heldout(read_conversations(SAMPLES), PROMPTS)
-    prompts = [prompt_ids(target.tokenizer, conversation.messages[:1]) for conversation in heldout]
-    generated = [ids for first in range(0, PROMPTS, ROWS) for ids in generate(target, prompts[first : first + ROWS])]
+    prompts = [prompt_ids(target.tokenizer, conversation.messages[:1]) for conversation in heldout[:count]]
+    generated = [ids for first in range(0, count, ROWS) for ids in generate(target, prompts[first : first + ROWS])]
     print("generate: done", flush=True)
-    figures: dict[str, Any] = {"prompts": PROMPTS, "tokens": TOKENS, "rows": ROWS, "dtype": "float32", "runs": {}}
-    for name in ("none", "lookup", str(HEAD)):
+    figures: dict[str, Any] = {"prompts": count, "tokens": TOKENS, "rows": ROWS, "dtype": "float32", "runs": {}}
+    for name in ("none", "lookup", str(head)):
         drafter = build(name, target, None).drafter
         ledger = Ledger()
-        for first in range(0, PROMPTS, ROWS):
-            numbers = range(first, first + ROWS)
+        for first in range(0, count, ROWS):
+            numbers = range(first, min(first + ROWS, count))
             part = decode(target, drafter, prompts[first : first + ROWS], Settings(max_new_tokens=TOKENS))
             ledger.absorb(part, list(numbers))
         ledger.check()
         different = [output.prompt for output in ledger.outputs if output.ids != generated[output.prompt]]
         figures["runs"][drafter.name] = {
-            "identical": PROMPTS - len(different),
+            "identical": count - len(different),
             "different_prompts": different,
             "tau": mean_accepted_length(ledger).micro,
         }
@@ -68,6 +68,7 @@ def measure() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    from jsonargparse import auto_cli
     from results_file import write_result  # beside this file; the slow test imports only `measure`
 
-    write_result("line-identity", measure())
+    write_result("line-identity", auto_cli(measure))

@@ -37,10 +37,11 @@ from eval.prompts import Prompt, check_lengths, heldout_prompts, read_prompts
 from heads import load_head
 from heads.checkpoint import Head
 from heads.errors import HeadwayError, atomic_write_text, run_script
-from heads.target import DEFAULT_TARGET, Target
+from heads.target import DEFAULT_TARGET, Target, auto_device, auto_dtype
 
 SCHEMA, FILE = 1, "certificate.json"
 EXACT, KILLED = 1e-12, 1e-4
+RULE_CASES = 100  # targets and drafts that every rule is enumerated on
 FAULT = 0.01  # total variation that chi-square must notice
 
 
@@ -77,7 +78,7 @@ class Options:
         head: a head's folder; without one the rules alone are proved
         prompts: JSON lines file for greedy identity (default: the held-out bundled ones)
         target: embedded name, local folder or Hub id of the head's target
-        dtype: serving dtype that greedy identity is looked at in beside float32
+        dtype: serving dtype that greedy identity is looked at in beside float32; auto as in measure.py
         device: auto is CUDA where there is one
         count: prompts of greedy identity
         max_new_tokens: tokens to decode for each
@@ -89,7 +90,7 @@ class Options:
     head: Path | None = None
     prompts: Path | None = None
     target: str = DEFAULT_TARGET
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     count: int = 8
     max_new_tokens: int = 64
@@ -100,7 +101,7 @@ class Options:
 # --- the rules ----------------------------------------------------------------------------------------------------------
 
 
-def prove_rules(seed: int, count: int = 100) -> list[dict[str, Any]]:
+def prove_rules(seed: int) -> list[dict[str, Any]]:
     """Enumerate every rule on every kind of draft."""
 
     def entry(name: str, lossless: bool, deviation_R: torch.Tensor) -> dict[str, Any]:
@@ -108,11 +109,11 @@ def prove_rules(seed: int, count: int = 100) -> list[dict[str, Any]]:
 
     found = []
     for experiment, prepare in (*((plain, None) for plain in LOSSLESS), *PROCESSED):
-        cases = random_cases(count, experiment.vocab, experiment.shape.max_depth, seed)
+        cases = random_cases(RULE_CASES, experiment.vocab, experiment.shape.max_depth, seed)
         found.append(entry(experiment.name, True, deviations(experiment, prepare(cases) if prepare else cases)))
-    grid_R = coin_grid.grid_deviations(coin_grid.grid_cases(count, seed))
+    grid_R = coin_grid.grid_deviations(coin_grid.grid_cases(RULE_CASES, seed))
     found.append(entry(coin_grid.EXPERIMENT.name, True, grid_R))
-    cases = random_cases(count, TYPICAL.vocab, TYPICAL.shape.max_depth, seed)
+    cases = random_cases(RULE_CASES, TYPICAL.vocab, TYPICAL.shape.max_depth, seed)
     found.append(entry(TYPICAL.name, False, deviations(TYPICAL, cases)))
     return found
 
@@ -248,7 +249,8 @@ def certify(options: Options, console: Console) -> Certificate:
     if head is not None:
         tests = timed("chi-square through the decode loop", lambda: test_loop(head, options.draws, options.seed))
         mutants.append(timed("planted fault", lambda: plant_fault(options.seed)))
-        for dtype in dict.fromkeys(("float32", options.dtype)):
+        serving = str(auto_dtype(options.dtype, auto_device(options.device))).removeprefix("torch.")
+        for dtype in dict.fromkeys(("float32", serving)):
             greedy.append(timed(f"greedy identity in {dtype}", partial(greedy_identity, options, dtype)))
     return Certificate(schema=SCHEMA, rules=rules, mutants=mutants, chi_square=tests, greedy=greedy)
 

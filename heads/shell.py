@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from heads.errors import HeadwayError
 
@@ -24,17 +25,11 @@ def find_decoder(model: Any) -> nn.Module:
     return found
 
 
-class _Given:
+class _Given(BaseModelOutputWithPast):
     """A decoder's output: the given states, and None for whatever else a causal LM passes on."""
-
-    def __init__(self, last: torch.Tensor | None) -> None:
-        self.last_hidden_state = last
 
     def __getattr__(self, name: str) -> None:
         return None
-
-    def __getitem__(self, index: int) -> torch.Tensor | None:
-        return (self.last_hidden_state,)[index]
 
 
 class GivenStates(nn.Module):
@@ -45,7 +40,7 @@ class GivenStates(nn.Module):
         self.last: torch.Tensor | None = None
 
     def forward(self, *_: Any, **__: Any) -> _Given:
-        return _Given(self.last)
+        return _Given(last_hidden_state=self.last)
 
 
 def output_shell(model: Any, given: GivenStates) -> Any:

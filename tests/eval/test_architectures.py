@@ -37,6 +37,8 @@ GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48, "initializ
 EIGHT = GROUPED | {"head_dim": 8}
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}  # fmt: skip
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 4, "long_factor": [7.0] * 4, "rope_theta": 10000.0}
 
 # name -> (config class of transformers, its arguments)
@@ -51,6 +53,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", GROUPED | {"sliding_window": WINDOW, "num_local_experts": 4}),
     "gemma2": ("Gemma2Config", EIGHT | MIXED | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3TextConfig", EIGHT | MIXED),
+    "gemma3-images": (
+        "Gemma3Config",
+        {"text_config": EIGHT | MIXED, "mm_tokens_per_image": 4, "vision_config": VISION,
+         "image_token_index": 287, "boi_token_index": 286, "eoi_token_index": 285},
+    ),
     "phi": ("PhiConfig", GROUPED),
     "phi3": ("Phi3Config", GROUPED),
     "phi3-window": ("Phi3Config", GROUPED | {"sliding_window": WINDOW}),
@@ -93,7 +100,7 @@ def save_tiny_model(folder: Path, tokenizer: PreTrainedTokenizerFast, kind: str,
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" not in name and "ln_" not in name:  # biases and sinks start at zero
                 torch.nn.init.normal_(parameter, std=0.5)
-    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.eos_token_id = config.get_text_config().eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
