@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -26,18 +26,17 @@ from transformers.utils.logging import disable_progress_bar
 
 from eval import chi_square, coin_grid, identity
 from eval.chi_square import BigramDrafter, Subject
-from eval.contenders import BASELINE, HEAD_DRAFTERS, Contender, build, check_name, fits
+from eval.contenders import BASELINE, build, check_name, fits
 from eval.decode import Settings, decode
-from eval.drafters.lookup import LookupDrafter
 from eval.enumeration import deviations, random_cases
-from eval.experiments import CHAIN, LOSSLESS, PROCESSED, SMALL_TREE, TYPICAL
+from eval.experiments import CHAIN, LOSSLESS, PROCESSED, TYPICAL
 from eval.ledger import Ledger
 from eval.mutants import CASES, MUTANTS
 from eval.prompts import Prompt, check_lengths, heldout_prompts, read_prompts
 from heads import load_head
 from heads.checkpoint import Head
 from heads.errors import HeadwayError, atomic_write_text, run_script
-from heads.target import DEFAULT_TARGET, Target, auto_device, auto_dtype
+from heads.target import DEFAULT_TARGET, Target, auto_dtype
 
 SCHEMA, FILE = 1, "certificate.json"
 EXACT, KILLED = 1e-12, 1e-4
@@ -59,7 +58,8 @@ class Certificate(TypedDict):
     rules       {name, lossless, max_deviation}: total variation between enumerated and target's law, worst case.
     mutants     {name, killed, max_deviation}: the same for rules that are wrong on purpose.
     chi_square  {drafter, settings, p_value, draws}: of outputs decoded from a tiny random target.
-    greedy      {dtype, prompts, identical, divergences}: the head's greedy ids against the baseline's.
+    greedy      {dtype, prompts, identical, divergences}: the head's greedy ids against the baseline's on so many
+                prompts; first in float32, where they must be identical, then in the serving dtype if it is another.
     """
 
     schema: int
@@ -130,44 +130,18 @@ def kill_mutants(seed: int) -> list[dict[str, Any]]:
 # --- the loop -----------------------------------------------------------------------------------------------------------
 
 
-def like(head: Head, target: Target, seed: int) -> Head:
-    """A random head of the same kind and size in heads, for another target's sizes and its whole vocabulary."""
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "draft_vocab_size": None}
-    names = {each.name for each in fields(head.config)}
-    config = replace(head.config, **{name: size for name, size in sizes.items() if name in names})
-    tiny = type(head)(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in tiny.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return tiny.eval()
-
-
-def subjects(head: Head, target: Target, seed: int) -> list[tuple[Subject, Sequence[str]]]:
-    """Drafters of the chi-square tests, each with the names of its settings: the head's kind and a chain get all."""
-    every, some = tuple(chi_square.SETTINGS), ("temperature 0.7", "penalties")
-    kind = head.config.kind
-    return [
-        (Subject(kind, HEAD_DRAFTERS[kind](like(head, target, seed), None, target.embed)), every),
-        (Subject("sampled chain", BigramDrafter(target, CHAIN)), every),
-        (Subject("sampled chain, block", BigramDrafter(target, CHAIN), "block"), some),
-        (Subject("tree of i.i.d. siblings", BigramDrafter(target, SMALL_TREE)), some),
-        (Subject("tree without replacement", BigramDrafter(target, SMALL_TREE, replacement=False)), some),
-        (Subject("lookup", LookupDrafter(3, 2)), some),
-    ]
-
-
-def test_loop(head: Head, draws: int, seed: int) -> list[dict[str, Any]]:
-    """Chi-square tests of the decode loop on a tiny random target."""
+def test_loop(head: Head, draws: int, seed: int, console: Console) -> list[dict[str, Any]]:
+    """Chi-square tests of the decode loop on a tiny random target; each p-value is printed as it comes."""
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         target = chi_square.tiny_target(Path(folder), seed)
-        for subject, names in subjects(head, target, seed):
+        for subject, names in chi_square.subjects(head, target, seed):
             for name in names:
                 # Seeds apart, or drafts without sampling would give one and the same text for every drafter.
                 first_seed = seed + len(found) * draws
                 p_value = chi_square.test(target, subject, chi_square.SETTINGS[name], draws, first_seed)
                 found.append({"drafter": subject.name, "settings": name, "p_value": p_value, "draws": draws})
+                console.print(f"  {subject.name}, {name}: p = {p_value:.3f}", markup=False, highlight=False)
     return found
 
 
@@ -185,29 +159,32 @@ def plant_fault(seed: int) -> dict[str, Any]:
     return {"name": name, "killed": p_value < chi_square.SIGNIFICANT, "max_deviation": FAULT}
 
 
-def greedy_identity(options: Options, dtype: str) -> dict[str, Any]:
-    """Greedy ids of the head against the baseline's in one dtype, prompt by prompt."""
-    target = Target.load(options.target, dtype, options.device)
-    prompts = chosen_prompts(options, target)
-    contenders = [build(name, target, None) for name in (BASELINE, str(options.head))]
-    check_lengths(prompts, options.max_new_tokens + contenders[1].drafter.most_drafts, target)
+def greedy_identity(options: Options, target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Greedy ids of the head against the baseline's in the target's dtype, prompt by prompt."""
     settings = Settings(max_new_tokens=options.max_new_tokens)
     ids = [prompt.ids for prompt in prompts]
 
-    def run(contender: Contender) -> Ledger:
-        ledger = Ledger()
+    def run(name: str) -> Ledger:
+        ledger, contender = Ledger(), build(name, target, None)
         for number, prompt in enumerate(ids):
             ledger.absorb(decode(target, contender.drafter, [prompt], settings), [number])
         return ledger
 
-    baseline, drafted = map(run, contenders)
-    found = identity.divergences(target, ids, drafted, baseline)
+    found = identity.divergences(target, ids, run(str(options.head)), run(BASELINE))
+    dtype = str(target.dtype).removeprefix("torch.")
     return {"dtype": dtype, "prompts": len(ids), "identical": not found, "divergences": found}
 
 
-def chosen_prompts(options: Options, target: Target) -> list[Prompt]:
-    """The first `count` prompts."""
-    return (read_prompts(options.prompts, target) if options.prompts else heldout_prompts(target))[: options.count]
+def head_inputs(options: Options) -> tuple[Target, list[Prompt]]:
+    """The head's target in float32 and the prompts, checked before any work. Raises HeadwayError where they misfit."""
+    target = Target.load(options.target, "float32", options.device)
+    if misfit := fits(str(options.head), target):
+        raise HeadwayError(f"{misfit}; give --target the one it was trained for")
+    prompts = read_prompts(options.prompts, target) if options.prompts else heldout_prompts(target)
+    chosen = prompts[: options.count]
+    drafts = build(str(options.head), target, None).drafter.most_drafts
+    check_lengths(chosen, options.max_new_tokens + drafts, target)
+    return target, chosen
 
 
 # --- the certificate ----------------------------------------------------------------------------------------------------
@@ -241,17 +218,20 @@ def certify(options: Options, console: Console) -> Certificate:
         console.print(f"{heading}: {time.perf_counter() - started:.1f} s", highlight=False)
         return found
 
-    if head is not None and (misfit := fits(str(options.head), Target.load(options.target, "float32", options.device))):
-        raise HeadwayError(f"{misfit}; give --target the one it was trained for")
-    rules = timed("enumeration of the rules", lambda: prove_rules(options.seed))
-    mutants = timed("mutants", lambda: kill_mutants(options.seed))
+    # Bad prompts and a head that does not fit are refused here, not after minutes of proving.
+    exact, prompts = head_inputs(options) if head is not None else (None, [])
+    rules = timed("enumeration of the rules", partial(prove_rules, options.seed))
+    mutants = timed("mutants", partial(kill_mutants, options.seed))
     tests, greedy = [], []
-    if head is not None:
-        tests = timed("chi-square through the decode loop", lambda: test_loop(head, options.draws, options.seed))
-        mutants.append(timed("planted fault", lambda: plant_fault(options.seed)))
-        serving = str(auto_dtype(options.dtype, auto_device(options.device))).removeprefix("torch.")
-        for dtype in dict.fromkeys(("float32", serving)):
-            greedy.append(timed(f"greedy identity in {dtype}", partial(greedy_identity, options, dtype)))
+    if head is not None and exact is not None:
+        tests = timed("chi-square through the loop", partial(test_loop, head, options.draws, options.seed, console))
+        mutants.append(timed("planted fault", partial(plant_fault, options.seed)))
+        greedy.append(timed("greedy identity in float32", partial(greedy_identity, options, exact, prompts)))
+        serving = auto_dtype(options.dtype, exact.device)
+        if serving != exact.dtype:
+            name = str(serving).removeprefix("torch.")
+            target = Target.load(options.target, name, options.device)
+            greedy.append(timed(f"greedy identity in {name}", partial(greedy_identity, options, target, prompts)))
     return Certificate(schema=SCHEMA, rules=rules, mutants=mutants, chi_square=tests, greedy=greedy)
 
 

@@ -10,9 +10,9 @@ Shape suffixes: B rows, K drafts, S prefixes, V vocabulary, N nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
@@ -24,12 +24,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.chooser import Chooser
+from eval.contenders import HEAD_DRAFTERS
 from eval.decode import Settings, decode
 from eval.drafters import Committed, Drafter
+from eval.drafters.lookup import LookupDrafter
+from eval.experiments import CHAIN, SMALL_TREE
 from eval.law import Dense, Law, dense
 from eval.sampling import Context, Sampling, target_law
 from eval.tree import DraftTree, TreeShape, draw_siblings
 from eval.verify import TargetLaws
+from heads.checkpoint import Head
 from heads.target import Target
 
 VOCAB, PROMPT = 8, (3, 1, 4, 1, 5)
@@ -116,6 +120,33 @@ class Subject:
     name: str
     drafter: Drafter
     rule: str | None = None
+
+
+def like(head: Head, target: Target, seed: int) -> Head:
+    """A random head of the same kind and size in heads, for another target's sizes and its whole vocabulary."""
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "draft_vocab_size": None}
+    names = {each.name for each in fields(head.config)}
+    config = replace(head.config, **{name: size for name, size in sizes.items() if name in names})
+    tiny = type(head)(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in tiny.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return tiny.eval()
+
+
+def subjects(head: Head, target: Target, seed: int) -> list[tuple[Subject, Sequence[str]]]:
+    """Drafters of the chi-square tests, each with the names of its settings: the head's kind and a chain get all."""
+    every, some = tuple(SETTINGS), ("temperature 0.7", "penalties")
+    kind = head.config.kind
+    return [
+        (Subject(kind, HEAD_DRAFTERS[kind](like(head, target, seed), None, target.embed)), every),
+        (Subject("sampled chain", BigramDrafter(target, CHAIN)), every),
+        (Subject("sampled chain, block", BigramDrafter(target, CHAIN), "block"), some),
+        (Subject("tree of i.i.d. siblings", BigramDrafter(target, SMALL_TREE)), some),
+        (Subject("tree without replacement", BigramDrafter(target, SMALL_TREE, replacement=False)), some),
+        (Subject("lookup", LookupDrafter(3, 2)), some),
+    ]
 
 
 def exact_law(target: Target, sampling: Sampling, tokens: int = TOKENS) -> Tensor:
