@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -207,6 +208,17 @@ def check(options: Options) -> Head | None:
     return load_head(options.head)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, which on a busy machine wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def certify(options: Options, console: Console) -> Certificate:
     """Run what the options ask for. Raises HeadwayError for bad input."""
     head = check(options)
@@ -220,12 +232,14 @@ def certify(options: Options, console: Console) -> Certificate:
 
     # Bad prompts and a head that does not fit are refused here, not after minutes of proving.
     exact, prompts = head_inputs(options) if head is not None else (None, [])
-    rules = timed("enumeration of the rules", partial(prove_rules, options.seed))
-    mutants = timed("mutants", partial(kill_mutants, options.seed))
     tests, greedy = [], []
-    if head is not None and exact is not None:
-        tests = timed("chi-square through the loop", partial(test_loop, head, options.draws, options.seed, console))
-        mutants.append(timed("planted fault", partial(plant_fault, options.seed)))
+    with one_thread():
+        rules = timed("enumeration of the rules", partial(prove_rules, options.seed))
+        mutants = timed("mutants", partial(kill_mutants, options.seed))
+        if head is not None:
+            tests = timed("chi-square through the loop", partial(test_loop, head, options.draws, options.seed, console))
+            mutants.append(timed("planted fault", partial(plant_fault, options.seed)))
+    if exact is not None:
         greedy.append(timed("greedy identity in float32", partial(greedy_identity, options, exact, prompts)))
         serving = auto_dtype(options.dtype, exact.device)
         if serving != exact.dtype:
