@@ -5,10 +5,10 @@ One pure function of (target's logits, draft tree, chooser). The decode loop and
 
 match          draw y from the target's law at each node reached; a child holds y: go down, else emit y. Exact for every
                draft, and the best rule for drafts chosen without sampling. Laws are made at visited nodes only.
-rejection      recursive rejection (Leviathan et al. 2023, algorithm 1; Miao et al. 2024, section 4.3): children are
+rejection      recursive rejection (Leviathan et al. 2023, algorithm 1; for trees Miao et al. 2024): children are
                tried in the order they were drawn, each rejection leaves norm(max(p - q, 0)). Chains and trees.
 block          block verification of a sampled chain (Sun et al. 2024, algorithm 2).
-typical_lossy  Medusa's typical acceptance (Cai et al. 2024, section 3.3.1): NOT the target's law.
+typical_lossy  Medusa's typical acceptance (Cai et al. 2024, section 2.3.1): NOT the target's law.
 
 Shape suffixes: B rows, N tree nodes, L = deepest node + 1, V vocabulary.
 """
@@ -117,7 +117,7 @@ def block_residual(target_BV: Tensor, draft_BV: Tensor, share_B: Tensor) -> Tens
 
 
 def block_chance(owed_BV: Tensor, share_B: Tensor, is_last_B: Tensor) -> Tensor:
-    """Probability h that a prefix is kept if no longer one is (Sun et al. 2024, equation 4)."""
+    """Probability h that a prefix is kept if no longer one is."""
     owed_B = owed_BV.sum(-1)
     # In this order: 1 - share is exact near share 1, while owed + 1 would round a small owed mass away.
     below_B = owed_B + (1 - share_B)

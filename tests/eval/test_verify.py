@@ -181,7 +181,7 @@ def expected_accepted(experiment: Experiment, cases: Cases) -> torch.Tensor:
 
 
 def test_block_verification_accepts_at_least_as_much() -> None:
-    """Sun et al. 2024, theorem 2; and token by token the expected count is a sum over paths of products of overlaps."""
+    """Sun et al. 2024 prove it; and token by token the expected count is a sum over paths of products of overlaps."""
     cases = random_cases(60, 3, 3, seed=4)
     token_R = expected_accepted(replace(SAMPLED_CHAIN, vocab=3), cases)
     block_R = expected_accepted(replace(BLOCK_CHAIN, vocab=3), cases)
