@@ -9,7 +9,7 @@ Shapes: B rows, T prompt positions, N tree nodes, L path length, V vocabulary, H
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -159,7 +159,7 @@ class _Decoding:
         live_B = torch.tensor(live, device=counts_B.device)
         counts = [count + 1 if alive else 0 for count, alive in zip(kept.accepted, live, strict=True)]
         self.passes.commit(tree, verified.path_BL, counts_B * live_B, counts)
-        self.drafter.observe(_committed(tree, states, verified, counts_B))
+        self.drafter.observe(replace(_committed(tree, states, verified, counts_B), logits_BNV=self.logits_BNV))
         host_s = self.clock.now() - verified_at
         share = 1 / sum(live)
         for number, row in enumerate(self.rows):
@@ -187,7 +187,7 @@ class _Decoding:
         context = None
         if sampling.needs_context:
             context = Context.of([row.ids for row in self.rows], [len(row.prompt) for row in self.rows], device)
-        logits_BNV = self.target.logits(last_BNH)
+        logits_BNV = self.logits_BNV = self.target.logits(last_BNH)
         if self.settings.min_new_tokens:
             early_BN = self.emitted_B[:, None] + tree.positions() < self.settings.min_new_tokens
             for stop in self.stop_ids:

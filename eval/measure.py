@@ -20,7 +20,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from eval import identity, protocol
-from eval.contenders import BASELINE, LOOKUP, PLAIN, Contender, build, check_name, fits
+from eval.contenders import BASELINE, LOOKUP, Contender, build, check_name, fits, origin
 from eval.decode import Settings as DecodeSettings
 from eval.ledger import Ledger
 from eval.progress import Steps
@@ -31,7 +31,6 @@ from eval.report.made_by import made_by
 from eval.report.schema import SCHEMA, Lossless, Report, Run, Settings, TargetInfo
 from eval.report.table import print_table
 from eval.sampling import Sampling
-from heads.checkpoint import read_manifest
 from heads.errors import HeadwayError, run_script, sha256_file
 from heads.target import DEFAULT_TARGET, Target
 
@@ -111,7 +110,7 @@ def measure(options: Options, heads: Sequence[str], console: Console) -> Report:
         protocol=describe_protocol(options, chosen, calibration, len(proof)),
         runs=[describe(contender, options, measured, lossless[contender.name]) for contender in contenders],
         examples=examples(target, chosen, measured.ledgers),
-        made_by=made_by({name: read_manifest(name) for name in names if name not in PLAIN}),
+        made_by=made_by({name: made for name in names if (made := origin(name)) is not None}),
     )
     write_report(report, options.out)
     return report
