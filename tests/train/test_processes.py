@@ -19,9 +19,34 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 
 
-def environment(**more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+def environment() -> dict[str, str]:
+    """One thread a process. DeepSpeed's extension is compiled once for this environment: a minute or two, the first time."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),
+    }
+
+
+def launch(command: list[str], timeout: float) -> tuple[int, str]:
+    """Exit code and output of a launcher; its workers die with it."""
+    launcher = subprocess.Popen(
+        command,
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = launcher.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        launcher.terminate()  # the launcher passes it on; killed outright it would leave its workers behind
+        launcher.wait(60)
+        raise
+    return launcher.returncode, output
 
 
 def free_port() -> str:
@@ -56,25 +81,14 @@ ZERO2 = ["--config_file", str(CONFIGS / "zero2.yaml"), "--num_processes", "2"]
 
 @pytest.mark.parametrize(("options", "kind"), [(DDP, "MULTI_CPU"), (ZERO2, "DEEPSPEED")], ids=["ddp", "zero2"])
 def test_two_processes_equal_one(run: Run, recipe_file: Path, tmp_path: Path, options: list[str], kind: str):
-    """The same global batch on two gloo processes, with accumulation: the same figures, and weights to rounding.
-
-    DeepSpeed compiles a small extension when it first runs on a machine, which takes minutes there.
-    """
+    """The same global batch on two gloo processes, with accumulation: the same figures, and weights to rounding."""
     settings = ("--optim.epochs=2", "--optim.accumulation=2", "--optim.clip=0.5")
     single = run(*settings, out="single")
     command = [*LAUNCH, *options, "--main_process_port", free_port(), str(ROOT / "train" / "medusa.py")]
     arguments = [f"--config={recipe_file}", f"--out={tmp_path / 'double'}", *settings]
-    done = subprocess.run(
-        [*command, *arguments],
-        env=environment(DS_ACCELERATOR="cpu"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=590,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"2 process(es) on cpu, {kind}" in done.stdout
+    code, output = launch([*command, *arguments], timeout=1200)
+    assert code == 0, output
+    assert f"2 process(es) on cpu, {kind}" in output
     heads = load_head(single), load_head(tmp_path / "double")
     assert heads[1].manifest["processes"] == 2
     left, right = (head.state_dict() for head in heads)
