@@ -85,10 +85,10 @@ class _DraftLoss(torch.autograd.Function):
                 _HeadSums.new(rows, states_k, dtype, with_grad) for rows, states_k in zip(rows_K, states, strict=True)
             ]
             for start, stop, bounds_K in _chunks(rows_K, len(last_PH), weight.shape[-2]):
-                law_CD = teacher(last_PH[start:stop]).float().softmax(-1) if teacher is not None else None
+                law = _Law.of(teacher(last_PH[start:stop]), start) if teacher is not None and soft else None
                 for k, (low, high) in enumerate(bounds_K):
                     grad_DH = grad_weight_KDH[k] if grad_weight_KDH is not None else None
-                    sums[k].add(rows_K[k], slice(low, high), weights_K[k], law_CD, start, soft, grad_DH)
+                    sums[k].add(rows_K[k], slice(low, high), weights_K[k], law, soft, grad_DH)
         ctx.grad_weight_KDH, ctx.weight_shape, ctx.weight_dtype = grad_weight_KDH, weight.shape, weight.dtype
         ctx.grad_states = [head.grad_RH for head in sums]
         hits = [head.hit_R for head in sums]
@@ -114,6 +114,20 @@ class _DraftLoss(torch.autograd.Function):
         return weight, None, None, None, None, None, *states
 
 
+class _Law(NamedTuple):
+    """The teacher's law and its entropy at the packed rows from `start` on; made once and used by every head."""
+
+    law_CD: Tensor
+    entropy_C: Tensor
+    start: int
+
+    @classmethod
+    def of(cls, logits_CD: Tensor, start: int) -> _Law:
+        log_law_CD = logits_CD.float().log_softmax(-1)
+        law_CD = log_law_CD.exp()
+        return cls(law_CD, -(law_CD * log_law_CD).sum(-1), start)
+
+
 class _HeadSums:
     """Running sums of one head over the chunks of a batch."""
 
@@ -135,22 +149,22 @@ class _HeadSums:
         rows: Rows,
         span: slice,
         weight_DH: Tensor,
-        law_CD: Tensor | None,
-        start: int,
+        law: _Law | None,
         soft: float,
         grad_DH: Tensor | None,
     ) -> None:
-        """Add the rows of `span`; `law_CD` is the teacher's law from packed row `start` on."""
+        """Add the rows of `span`, whose teachers are all in `law`."""
         x_CH, labels_C1 = self.x_RH[span], rows.labels_R[span].unsqueeze(1)
         logits_CD = (x_CH @ weight_DH.T).float()
         self.hit_R[span] = logits_CD.argmax(-1) == labels_C1.squeeze(1)
         log_z_C1 = logits_CD.logsumexp(-1, keepdim=True)
         self.numerator += (1 - soft) * (log_z_C1 - logits_CD.gather(1, labels_C1)).sum()
         law_rows_CD = None
-        if law_CD is not None and soft:
-            law_rows_CD = law_CD[rows.slots_R[span] - start]
-            entropy_C = -torch.special.xlogy(law_rows_CD, law_rows_CD).sum(-1)
-            self.numerator += soft * (log_z_C1.squeeze(1) - (law_rows_CD * logits_CD).sum(-1) - entropy_C).sum()
+        if law is not None:
+            index_C = rows.slots_R[span] - law.start
+            law_rows_CD = law.law_CD[index_C]
+            cross_C = log_z_C1.squeeze(1) - (law_rows_CD * logits_CD).sum(-1)
+            self.numerator += soft * (cross_C - law.entropy_C[index_C]).sum()
         if self.grad_RH is None and grad_DH is None:
             return
         # d loss / d logits = q - (1 - soft) * onehot - soft * p
