@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
+from transformers.integrations import unset_hf_deepspeed_config
 
 from data_prep.store import FeatureStore, StoredConversation
 from heads.checkpoint import Head, save_head
@@ -81,6 +82,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         plugin.deepspeed_config["gradient_accumulation_steps"] = recipe.optim.accumulation
         plugin.deepspeed_config["gradient_clipping"] = recipe.optim.clip
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        # Or transformers would shard the frozen target under ZeRO-3 as if it were trained; it stays outside the engine.
+        unset_hf_deepspeed_config()
     set_seed(recipe.seed)
     return accelerator
 
