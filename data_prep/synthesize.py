@@ -10,14 +10,12 @@ needed). Shapes: B rows, T positions, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,12 @@ import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import DynamicCache
 
+from data_prep.writer import Writer, sample_nucleus
 from heads.errors import HeadwayError, atomic_write_text, run_script
 from heads.target import DEFAULT_TARGET, Target
 
-DROP_SHARE = 0.125  # rows that must have finished before the cache is copied without them
 MARK = "\u241f"  # stands for the user's text when a template is rendered up to it; no template contains it
-Pick = Callable[[torch.Tensor], torch.Tensor]
 Message = dict[str, str]
 
 
@@ -105,75 +101,8 @@ class Work:
         return self.done[batch]
 
 
-class Writer:
-    """A target that goes on with token ids, many rows at once."""
-
-    def __init__(self, target: Target) -> None:
-        if not target.eos_ids:
-            raise HeadwayError(f"target '{target.name}': names no stop token, so its turns never end; use a chat model")
-        if not target.tokenizer.chat_template:
-            raise HeadwayError(f"target '{target.name}': its tokenizer has no chat template; use a chat model")
-        self.target, self.tokenizer = target, target.tokenizer
-        # transformers renamed the argument; both names are in the supported range
-        parameters = inspect.signature(type(target.decoder).forward).parameters
-        self.cache_name = "cache" if "cache" in parameters else "past_key_values"
-
-    @torch.inference_mode()
-    def write(self, prompts: Sequence[list[int]], most: int, pick: Pick) -> list[list[int]]:
-        """Up to `most` tokens after each prompt, chosen by `pick` from logits [B, V] as ids [B]; the stop token ends
-        a row and is its last id."""
-        written: list[list[int]] = [[] for _ in prompts]
-        live = list(range(len(prompts)))  # prompt numbers of the cache's rows
-        cache, mask_BT, last_BH = self._prefill(prompts)
-        ended: set[int] = set()
-        for _ in range(most):
-            chosen_B = pick(self.target.logits(last_BH).float())
-            for row, token in zip(live, chosen_B.tolist(), strict=True):
-                if row not in ended:
-                    written[row].append(token)
-                    if token in self.target.eos_ids or len(written[row]) == most:
-                        ended.add(row)
-            if len(ended) == len(prompts):
-                break
-            kept = [index for index, row in enumerate(live) if row not in ended]
-            if len(kept) <= len(live) * (1 - DROP_SHARE):
-                kept_B = torch.tensor(kept, device=chosen_B.device)
-                cache.batch_select_indices(kept_B)
-                chosen_B, mask_BT, live = chosen_B[kept_B], mask_BT[kept_B], [live[index] for index in kept]
-            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(live), 1)], 1)
-            last_BH = self._pass(chosen_B[:, None], mask_BT, cache)
-        return written
-
-    def _prefill(self, prompts: Sequence[list[int]]) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
-        """Run the prompts, left-padded; what they all begin with (the system turn) goes through only once."""
-        shared = len(
-            list(takewhile(lambda tokens: len(set(tokens)) == 1, zip(*(p[:-1] for p in prompts), strict=False)))
-        )
-        rest = [prompt[shared:] for prompt in prompts]
-        longest = max(map(len, rest))
-        device, rows = self.target.device, len(prompts)
-        pad = self.target.eos_ids[0]
-        ids_BT = torch.tensor([[pad] * (longest - len(row)) + row for row in rest], device=device)
-        mask_BT = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rest], device=device)
-        cache = DynamicCache(config=self.target.config)
-        if shared:
-            prefix_1T = torch.tensor([prompts[0][:shared]], device=device)
-            self._pass(prefix_1T, torch.ones_like(prefix_1T), cache)
-            cache.batch_repeat_interleave(rows)
-        mask_BT = torch.cat([mask_BT.new_ones(rows, shared), mask_BT], 1)
-        return cache, mask_BT, self._pass(ids_BT, mask_BT, cache)
-
-    def _pass(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """States [B, H] after the last position; `mask_BT` covers the cache and `ids_BT`."""
-        positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
-        output = self.target.decoder(
-            input_ids=ids_BT,
-            position_ids=positions_BT,
-            attention_mask=None if bool(mask_BT.all()) else mask_BT,  # without one, attention takes its fast path
-            use_cache=True,
-            **{self.cache_name: cache},
-        )
-        return output.last_hidden_state[:, -1]
+class Author(Writer):
+    """A target that invents user turns and answers them."""
 
     def user_prompt(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation so far and the marker that opens the next user turn."""
@@ -226,35 +155,6 @@ class Writer:
         return self.tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
 
 
-def sample_nucleus(
-    logits_BV: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator
-) -> torch.Tensor:
-    """Ids [B] drawn from softmax(logits / temperature) cut to its nucleus: the tokens whose more probable ones weigh
-    less than `top_p` together.
-
-    A draw from the whole law is repeated until it lies in the nucleus, which gives the same law as cutting first and
-    spares sorting the vocabulary. Raises HeadwayError for logits that are not numbers.
-    """
-    probabilities_BV = (logits_BV / temperature).softmax(-1)
-    if probabilities_BV.isnan().any():
-        raise HeadwayError("the target's logits are not numbers; use --dtype float32 or bfloat16")
-    cumulative_BV = probabilities_BV.cumsum(-1)
-    drawn_B = logits_BV.argmax(-1)
-    open_R = torch.arange(len(logits_BV), device=logits_BV.device)  # rows still without a token
-    while len(open_R):
-        uniform_B = torch.rand(len(logits_BV), generator=generator, device=logits_BV.device)[open_R]
-        weights_RV = cumulative_BV[open_R]
-        tokens_R = torch.searchsorted(weights_RV, (uniform_B * weights_RV[:, -1])[:, None], right=True)[:, 0]
-        tokens_R = tokens_R.clamp(max=logits_BV.shape[-1] - 1)
-        law_RV = probabilities_BV[open_R]
-        own_R1 = law_RV.gather(1, tokens_R[:, None])
-        above_R = law_RV.where(law_RV > own_R1, 0).sum(-1)
-        inside_R = (above_R < top_p) & (own_R1[:, 0] > 0)
-        drawn_B[open_R[inside_R]] = tokens_R[inside_R]
-        open_R = open_R[~inside_R]
-    return drawn_B
-
-
 class Counter:
     """A bar with the time left on a terminal, else a line a batch."""
 
@@ -285,7 +185,7 @@ def conversation_id(text: str) -> str:
     return f"syn-{hashlib.sha256(normalised(text).encode()).hexdigest()[:12]}"
 
 
-def opening_turns(writer: Writer, work: Work, settings: Settings) -> dict[str, str]:
+def opening_turns(writer: Author, work: Work, settings: Settings) -> dict[str, str]:
     """`count` user turns, id -> text, no two with the same normalised text."""
     turns: dict[str, str] = {}
     counter = Counter("user turns", settings.count)
@@ -314,7 +214,7 @@ def batches(rows: dict[str, list[Message]], size: int) -> Iterator[list[str]]:
 
 
 def exchange(
-    writer: Writer, work: Work, settings: Settings, label: str, histories: dict[str, list[Message]]
+    writer: Author, work: Work, settings: Settings, label: str, histories: dict[str, list[Message]]
 ) -> dict[str, tuple[list[Message], str]]:
     """Answer each history (its last message is the user's): id -> (messages, finish_reason)."""
     answered: dict[str, tuple[list[Message], str]] = {}
@@ -331,7 +231,7 @@ def exchange(
 
 
 def second_turns(
-    writer: Writer, work: Work, settings: Settings, answered: dict[str, tuple[list[Message], str]]
+    writer: Author, work: Work, settings: Settings, answered: dict[str, tuple[list[Message], str]]
 ) -> dict[str, list[Message]]:
     """Invent a second user turn for the first `two_turns` conversations, by id, whose answer came to its end."""
     ids = [key for key in sorted(answered) if answered[key][1] == "stop"][: settings.two_turns]
@@ -351,7 +251,7 @@ def synthesize(settings: Settings) -> None:
     if settings.out.is_dir():
         raise HeadwayError(f"{settings.out}: --out is a folder; give a file name")
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    writer = Writer(Target.load(settings.target, settings.dtype, settings.device))
+    writer = Author(Target.load(settings.target, settings.dtype, settings.device))
     header = {key: str(value) for key, value in asdict(settings).items() if key not in ("target", "out")}
     work = Work(
         settings.out.with_name(f"{settings.out.name}.work"), header | {"fingerprint": writer.target.fingerprint}

@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerFast
 from data_prep import synthesize as script
 from data_prep.conversations import prompt_ids, read_conversations
 from data_prep.synthesize import (
+    Author,
     Settings,
     Work,
-    Writer,
     conversation_id,
     normalised,
-    sample_nucleus,
     synthesize,
 )
+from data_prep.writer import Writer, sample_nucleus
 from heads.errors import HeadwayError
 from heads.target import Target
 
@@ -187,7 +187,7 @@ def test_nucleus_law(temperature: float, top_p: float) -> None:
 
 
 def test_sane_text(target: Target) -> None:
-    writer = Writer(target)
+    writer = Author(target)
     stop = writer.target.eos_ids[0]
 
     def ids(text: str) -> list[int]:
