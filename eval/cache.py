@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 BUCKET = 64  # the keys a pass sees are a multiple of this, so that shapes repeat
@@ -36,11 +37,14 @@ class _SlotLayer(CacheLayerMixin):
         """Write the pass's keys and values [B, A, N, E] to its slots and return the slots in view [B, A, view, E]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        view, slots_BN = self._cache.view, self._cache.slots_BN
-        results = []
+        cache, results = self._cache, []
+        view, start = cache.view, cache.start
         for kept, new in ((self.keys, key_states), (self.values, value_states)):
             assert kept is not None
-            kept.scatter_(2, slots_BN[:, None, :, None].expand_as(new), new)
+            if start is not None:
+                kept[:, :, start : start + new.shape[2]] = new
+            else:
+                kept.scatter_(2, cache.slots_BN[:, None, :, None].expand_as(new), new)
             results.append(kept[:, :, :view])
         return results[0], results[1]
 
@@ -75,15 +79,32 @@ class SlotCache(Cache):
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self.lengths = [0] * rows
         self.view = 0
+        self.start: int | None = None
         self.slots_BN = torch.zeros(rows, 0, dtype=torch.long, device=device)
 
-    def begin(self, nodes: int) -> None:
-        """Prepare a pass of `nodes` nodes a row. Raises ValueError when they do not fit."""
-        need = max(self.lengths) + nodes
+    def begin(self, nodes: int, behind: int = 0) -> None:
+        """Prepare a pass of `nodes` nodes a row, whose slots come after `behind` others that are not committed.
+
+        Raises ValueError when they do not fit.
+        """
+        need = max(self.lengths) + behind + nodes
         if need > self.capacity:
             raise ValueError(f"cache of {self.capacity} slots, {need} needed")
         self.view = min(self.capacity, -(-need // BUCKET) * BUCKET)
-        self.slots_BN = self.lengths_B[:, None] + torch.arange(nodes, device=self.lengths_B.device)
+        # rows of one length (a single row, above all) are written as one block
+        self.start = self.lengths[0] if len(set(self.lengths)) == 1 else None
+        self.slots_BN = self.lengths_B[:, None] + torch.arange(behind, behind + nodes, device=self.lengths_B.device)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens a row: a cache that is too small at least doubles, and keeps what it holds."""
+        if tokens <= self.capacity:
+            return
+        capacity = -(-max(tokens, 2 * self.capacity) // BUCKET) * BUCKET
+        for layer in self.layers:
+            if layer.is_initialized:
+                more = (0, 0, 0, capacity - self.capacity)
+                layer.keys, layer.values = (F.pad(kept, more) for kept in (layer.keys, layer.values))
+        self.capacity = capacity
 
     def move_path(self, path_BL: torch.Tensor) -> None:
         """Gather the nodes `path_BL` (indices into the pass, -1 padded) into the slots behind each row's tokens."""

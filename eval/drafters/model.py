@@ -85,22 +85,12 @@ class DraftPasses(TargetPasses):
 
     def _feed(self, ids_BT: Tensor) -> Tensor:
         rows, width = ids_BT.shape
-        self._reserve(max(self.cache.lengths) + width)
+        self.cache.reserve(max(self.cache.lengths) + width)
         steps_T = torch.arange(width, device=ids_BT.device)
         positions_BT = (self.cache.lengths_B[:, None] + steps_T).clamp(max=self.last_position)
         ancestors_BTT = (steps_T[:, None] >= steps_T).expand(rows, -1, -1)
         # ids past the draft's rows are padding of the target's own: no text has them, and none may be looked up here
         return self._run(ids_BT.clamp(max=self.target.vocab_size - 1), positions_BT, ancestors_BTT).last
-
-    def _reserve(self, need: int) -> None:
-        cache = self.cache
-        if need <= cache.capacity:
-            return
-        more = max(need, 2 * cache.capacity) - cache.capacity
-        for layer in cache.layers:
-            if layer.is_initialized:
-                layer.keys, layer.values = (F.pad(kept, (0, 0, 0, more)) for kept in (layer.keys, layer.values))
-        cache.capacity += more
 
 
 class ModelDrafter:
