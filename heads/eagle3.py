@@ -1,0 +1,144 @@
+"""EAGLE-3 (methods.md, section 4; Li et al. 2025, section 3), with the switches of 3.1.
+
+Features are fc of three taps of the target; the head has an output matrix over its own draft vocabulary.
+
+Shapes: H hidden, V vocabulary, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads.checkpoint import register
+from heads.draft_layer import DraftLayer, LayerConfig
+from heads.eagle import EagleHead, Output
+from heads.errors import HeadwayError
+from heads.linear import FewRowsLinear, few_rows_linear
+from heads.vocabulary import DraftVocabulary
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """(2, N // 2, N - 3) for a target of N layers, as inputs of those layers (`hidden_states` of transformers).
+
+    Where these are not three ascending layers (N below 7), three spread evenly over layers 1 to N - 1; N at most 3: all.
+    """
+    taps = (2, layers // 2, layers - 3)
+    if taps[0] < taps[1] < taps[2]:
+        return taps
+    if layers <= 3:
+        return tuple(range(layers))
+    return (1, layers // 2, layers - 1)
+
+
+@dataclass(frozen=True)
+class Eagle3Config(LayerConfig):
+    """`taps`: layers whose INPUT is read; `draft_vocab_size` null = the full vocabulary.
+
+    3.1: `fc_norm` = an RMSNorm for each tap before fc; `norm_output` = the state after the final norm is fed back.
+    """
+
+    draft_vocab_size: int | None = None
+    taps: tuple[int, ...] = ()
+    fc_norm: bool = False
+    norm_output: bool = False
+    kind: ClassVar[str] = "eagle3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "taps", tuple(self.taps))  # JSON has lists only
+        if not self.taps or len(set(self.taps)) < len(self.taps) or any(tap < 0 for tap in self.taps):
+            raise HeadwayError(f"taps: {list(self.taps)} are not distinct layers, counted from 0")
+        draft = self.draft_vocab_size
+        if draft is not None and not (isinstance(draft, int) and 0 < draft <= self.vocab_size):
+            raise HeadwayError(f"draft_vocab_size: {draft!r} is neither null nor within 1..{self.vocab_size}")
+
+    @property
+    def mapped(self) -> bool:
+        """Whether draft ids differ from target ids, so that maps are stored."""
+        return self.draft_vocab_size is not None and self.draft_vocab_size < self.vocab_size
+
+    @property
+    def output_size(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
+
+class DraftOutput(nn.Module):
+    """The output matrix [D, H]."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(config.output_size, config.hidden_size))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., D]."""
+        return few_rows_linear(hidden, self.weight)
+
+
+@register
+class Eagle3Head(EagleHead):
+    """fc(taps) -> layers, the first of which also sees the embedding of the next token -> norm -> logits over D."""
+
+    config_class = Eagle3Config
+    config: Eagle3Config
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        self.taps = config.taps
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps) for _ in config.taps)
+        self.fc = FewRowsLinear(len(config.taps) * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList(
+            DraftLayer(config, "normed" if number else "both") for number in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(hidden, eps)
+        self.lm_head = DraftOutput(config)
+        if config.mapped:
+            self.register_buffer("d2t", torch.zeros(config.output_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+
+    @classmethod
+    def from_target(cls, config: Eagle3Config, lm_head_VH: Tensor, vocabulary: DraftVocabulary) -> Eagle3Head:
+        """A new head whose output starts as the rows of the target's lm_head, in float32."""
+        if vocabulary.size != config.output_size or vocabulary.vocab_size != config.vocab_size:
+            raise HeadwayError(
+                f"draft vocabulary: {vocabulary.size} of {vocabulary.vocab_size} tokens do not fit a head with "
+                f"{config.output_size} of {config.vocab_size}; choose the vocabulary with the head's sizes"
+            )
+        head = cls(config)
+        with torch.no_grad():
+            head.lm_head.weight.copy_(lm_head_VH[vocabulary.ids_D.to(lm_head_VH.device)].float())
+            if config.mapped:
+                head.d2t.copy_(vocabulary.d2t)
+                head.t2d.copy_(vocabulary.t2d)
+        return head
+
+    def features(self, last: Tensor, taps: dict[int, Tensor]) -> Tensor:
+        return self.fuse([taps[tap] for tap in self.taps])
+
+    def fuse(self, taps: list[Tensor]) -> Tensor:
+        """fc of the (normed) taps, each [..., H], in the order of `self.taps`."""
+        taps = [tap.to(self.fc.weight.dtype) for tap in taps]
+        if self.config.fc_norm:
+            taps = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
+        return self.fc(torch.cat(taps, -1))
+
+    def enter(self, features: Tensor, embeds: Tensor) -> Tensor:
+        return features
+
+    def leave(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.norm(h)
+        return (normed if self.config.norm_output else h), normed
+
+    def logits(self, hidden: Tensor, output: Output | None = None) -> Tensor:
+        return self.lm_head.logits(hidden)
+
+    def target_ids(self) -> Tensor:
+        ids_D = torch.arange(self.config.output_size, device=self.lm_head.weight.device)
+        return ids_D + self.d2t if self.config.mapped else ids_D
