@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from eval.chooser import Chooser
 from eval.drafters import Committed
-from eval.law import Dense
+from eval.drafters.chain import ChainDraws, draft_context
 from eval.masks import position_limit
 from eval.passes import TargetPasses
-from eval.sampling import Context, Sampling, target_law
+from eval.sampling import Sampling
 from eval.tree import DraftTree
 from heads.errors import HeadwayError
 from heads.target import Target
@@ -136,32 +136,21 @@ class ModelDrafter:
             return DraftTree.root_only(root_B)
         counts_B = torch.tensor(counts).to(root_B.device, non_blocking=True)
         last_BH = self._passes.follow(sequences)
-        context = self._context(sequences)
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for depth in range(length):
-            if depth:
-                grown = [int(count > depth) for count in counts]
-                last_BH = self._passes.step(tokens[-1], (counts_B > depth).long(), grown)
-            law, _ = target_law(self._logits(last_BH), self._sampling, _extended(context, tokens))
-            tokens.append(self._chooser.draft(law, depth, 0, counts_B > depth))
-            if isinstance(law, Dense):
-                laws.append(law.probs_RV)
-        ragged_B = None if min(counts) == length else counts_B
-        return DraftTree.chain(root_B, torch.stack(tokens, 1), ragged_B, torch.stack(laws, 1) if laws else None)
+        assert self._start_B is not None, "draft before observe"
+        context = draft_context(self._sampling, sequences, self._start_B)
+        draws = ChainDraws(self._sampling, self._chooser, context, counts_B)
+        token_B = draws.draw(self._logits(last_BH))
+        for depth in range(1, length):
+            grown = [int(count > depth) for count in counts]
+            last_BH = self._passes.step(token_B, (counts_B > depth).long(), grown)
+            token_B = draws.draw(self._logits(last_BH))
+        return draws.tree(root_B, ragged=min(counts) < length)
 
     def _logits(self, last_BH: Tensor) -> Tensor:
         """[B, V] over the target's ids: rows that only the draft has are cut, rows that it lacks cannot be drafted."""
         logits_BV = self.model.logits(last_BH)[:, : self.vocab_size]
         missing = self.vocab_size - logits_BV.shape[1]
         return F.pad(logits_BV, (0, missing), value=-torch.inf) if missing else logits_BV
-
-    def _context(self, sequences: list[list[int]]) -> Context | None:
-        if not self._sampling.needs_context:
-            return None
-        context = Context.of(sequences, [0] * len(sequences), self.model.device)
-        assert self._start_B is not None, "draft before observe"
-        return replace(context, start_R=self._start_B)
 
     def _tell(self, counts: list[int]) -> None:
         if min(counts) < self.most_drafts and not self._told:
@@ -171,10 +160,3 @@ class ModelDrafter:
                 self.model.name,
                 self.limit,
             )
-
-
-def _extended(context: Context | None, tokens: list[Tensor]) -> Context | None:
-    if context is None or not tokens:
-        return context
-    more_BE = torch.stack(tokens, 1)
-    return context.extended(more_BE, torch.full_like(context.length_R, more_BE.shape[1]))
