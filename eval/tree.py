@@ -9,7 +9,7 @@ Shape suffixes: B rows, N nodes, M nodes without the root, K drafts of a chain, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -210,6 +210,10 @@ class DraftTree:
         up_BNL = depth_BN[:, :, None] - levels_L
         found_BNL = ancestors_BNL.gather(2, up_BNL.clamp(min=0))
         return found_BNL.where((up_BNL >= 0) & self.valid_BN[:, :, None], -1)
+
+    def cut(self, depth_B: Tensor) -> DraftTree:
+        """The tree without the nodes that lie deeper than `depth_B` of their row: they become padding."""
+        return replace(self, parents_BN=self.parents_BN.masked_fill(self.positions() > depth_B[:, None], PADDING))
 
     def child_with(self, node_B: Tensor, token_B: Tensor) -> Tensor:
         """The first child of each row's node that holds the token: node index [B], -1 if there is none."""
