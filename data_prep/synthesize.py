@@ -24,6 +24,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from data_prep.prompts import normalised
 from data_prep.writer import Writer, sample_nucleus
 from heads.errors import HeadwayError, atomic_write_text, run_script
 from heads.target import DEFAULT_TARGET, Target
@@ -173,11 +174,6 @@ class Counter:
             print(f"{self.label}: {min(done, self.total)} of {self.total}", flush=True)
         if done >= self.total:
             self.bar.stop()
-
-
-def normalised(text: str) -> str:
-    """What deduplication compares: case-folded, compatibility forms unified, runs of white space as one blank."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def conversation_id(text: str) -> str:
