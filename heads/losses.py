@@ -5,16 +5,21 @@ Shapes: K heads (or steps), R rows of one head, P packed rows of a batch, H hidd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Logits held at once, as a number of elements: 64 MiB in float32.
-CHUNK_ELEMENTS = 2**24
+from heads.divergences import LawRows, Teacher, mix, needs_teacher
 
-TeacherLogits = Callable[[Tensor], Tensor]
+# Logits of one step held at once, as a number of elements. On a CPU the law, its logarithm and the teacher's stay in the
+# cache that way; on a GPU larger products are faster.
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**24}
+CROSS_ENTROPY: Mapping[str, float] = MappingProxyType({"ce": 1.0})
+
+Output = Callable[[Tensor], Tensor]
 """[C, H] post-final-norm states -> [C, D] logits of the target's own output function over the draft vocabulary."""
 
 
@@ -44,19 +49,28 @@ class Rows(NamedTuple):
 
 def draft_loss(
     rows_K: Sequence[Rows],
-    weight: Tensor,
+    output: Tensor | Output,
     last_PH: Tensor,
-    teacher: TeacherLogits | None = None,
-    soft: float = 0.0,
+    teacher: Output | None = None,
+    losses: Mapping[str, float] = CROSS_ENTROPY,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Sum over rows of (1 - soft) * CE(label) + soft * KL(teacher || draft), per head, and whether each row's argmax is right.
+    """Sum over rows of the weighted `losses` (heads/divergences.py), per head, and whether each row's argmax is its label.
 
-    `weight` is [K, D, H], or [D, H] when the heads share it. The gradient is formed chunk by chunk in the forward pass, so that
-    neither logits nor laws are kept for the backward. Rows are taken in order of their teacher's position: one teacher
-    law serves all heads. Returns numerators_K (float32) and per head a bool tensor [R].
+    `output` is what makes logits of states: a weight [K, D, H], or [D, H] when the heads share it; or a frozen function,
+    through which the states' gradient goes. `teacher` is not needed for "ce" alone. The gradient is formed chunk by
+    chunk in the forward pass, so that neither logits nor laws are kept for the backward. Rows are taken in order of their
+    teacher's position: one teacher law serves all heads. Returns numerators_K (float32) and per head a bool tensor [R].
     """
+    weight, function = (output, None) if isinstance(output, Tensor) else (None, output)
     numerators_K, *hits = _DraftLoss.apply(
-        weight, rows_K, last_PH, teacher, soft, torch.is_grad_enabled(), *(rows.x_RH for rows in rows_K)
+        weight,
+        function,
+        rows_K,
+        last_PH,
+        teacher if needs_teacher(losses) else None,
+        losses,
+        torch.is_grad_enabled(),
+        *(rows.x_RH for rows in rows_K),
     )
     return numerators_K, hits
 
@@ -65,32 +79,31 @@ class _DraftLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        weight: Tensor,
+        weight: Tensor | None,
+        function: Output | None,
         rows_K: Sequence[Rows],
         last_PH: Tensor,
-        teacher: TeacherLogits | None,
-        soft: float,
+        teacher: Output | None,
+        losses: Mapping[str, float],
         with_grad: bool,
         *states: Tensor,
     ) -> tuple[Tensor, ...]:
-        device = weight.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        device = last_PH.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         with torch.autocast(device, enabled=False):
-            compute_weight = weight.to(dtype)
-            weights_K = list(compute_weight) if weight.dim() == 3 else [compute_weight] * len(rows_K)
-            grad_weight_KDH = None
-            if with_grad and weight.requires_grad:
-                grad_weight_KDH = weight.new_zeros((len(rows_K), *weight.shape[-2:]), dtype=torch.float32)
-            sums = [
-                _HeadSums.new(rows, states_k, dtype, with_grad) for rows, states_k in zip(rows_K, states, strict=True)
-            ]
-            for start, stop, bounds_K in _chunks(rows_K, len(last_PH), weight.shape[-2]):
-                law = _Law.of(teacher(last_PH[start:stop]), start) if teacher is not None and soft else None
-                for k, (low, high) in enumerate(bounds_K):
-                    grad_DH = grad_weight_KDH[k] if grad_weight_KDH is not None else None
-                    sums[k].add(rows_K[k], slice(low, high), weights_K[k], law, soft, grad_DH)
-        ctx.grad_weight_KDH, ctx.weight_shape, ctx.weight_dtype = grad_weight_KDH, weight.shape, weight.dtype
-        ctx.grad_states = [head.grad_RH for head in sums]
+            if weight is not None:
+                project: _Weight | _Function = _Weight(weight, autocast or weight.dtype, len(rows_K), with_grad)
+            else:
+                assert function is not None
+                project = _Function(function, with_grad)
+            heads = enumerate(zip(rows_K, states, strict=True))
+            sums = [_HeadSums(k, rows, x_RH, project, with_grad) for k, (rows, x_RH) in heads]
+            for start, stop, bounds_K in _chunks(rows_K, len(last_PH), project.size(last_PH)):
+                law = Teacher(teacher(last_PH[start:stop])) if teacher is not None else None
+                for head, (low, high) in zip(sums, bounds_K, strict=True):
+                    if high > low:
+                        head.add(slice(low, high), law, start, losses)
+        ctx.project, ctx.grad_states = project, [head.grad_RH for head in sums]
         hits = [head.hit_R for head in sums]
         ctx.mark_non_differentiable(*hits)
         return torch.stack([head.numerator for head in sums]), *hits
@@ -106,85 +119,95 @@ class _DraftLoss(torch.autograd.Function):
             grad_RH.mul_(scale.to(grad_RH.dtype)) if grad_RH is not None else None
             for grad_RH, scale in zip(ctx.grad_states, scale_K, strict=True)
         ]
-        weight = ctx.grad_weight_KDH
-        if weight is not None:
-            weight.mul_(scale_K.view(-1, 1, 1))
-            weight = (weight if len(ctx.weight_shape) == 3 else weight.sum(0)).to(ctx.weight_dtype)
-        ctx.grad_states = ctx.grad_weight_KDH = None
-        return weight, None, None, None, None, None, *states
+        weight = ctx.project.gradient(scale_K)
+        ctx.grad_states = ctx.project = None
+        return weight, None, None, None, None, None, None, *states
 
 
-class _Law(NamedTuple):
-    """The teacher's law and its entropy at the packed rows from `start` on; made once and used by every head."""
+class _Weight:
+    """Logits by a weight [K, D, H] or [D, H], and the sums of its gradient."""
 
-    law_CD: Tensor
-    entropy_C: Tensor
-    start: int
+    def __init__(self, weight: Tensor, dtype: torch.dtype, heads: int, with_grad: bool) -> None:
+        self._weight, compute = weight, weight.to(dtype)
+        self._weights_K = list(compute) if weight.dim() == 3 else [compute] * heads
+        self._grad_KDH = None
+        if with_grad and weight.requires_grad:
+            self._grad_KDH = weight.new_zeros((heads, *weight.shape[-2:]), dtype=torch.float32)
 
-    @classmethod
-    def of(cls, logits_CD: Tensor, start: int) -> _Law:
-        log_law_CD = logits_CD.float().log_softmax(-1)
-        law_CD = log_law_CD.exp()
-        return cls(law_CD, -(law_CD * log_law_CD).sum(-1), start)
+    def size(self, last_PH: Tensor) -> int:
+        return self._weight.shape[-2]
+
+    def logits(self, k: int, x_CH: Tensor) -> tuple[Tensor, Tensor]:
+        """(the states in the dtype of the product, logits [C, D])."""
+        x_CH = x_CH.to(self._weights_K[k].dtype)
+        return x_CH, x_CH @ self._weights_K[k].T
+
+    def pull_back(self, k: int, x_CH: Tensor, logits_CD: Tensor, error_CD: Tensor) -> Tensor:
+        """The gradient of the logits -> that of the states; the weight's is added up."""
+        error_CD = error_CD.to(x_CH.dtype)
+        if self._grad_KDH is not None:
+            if error_CD.dtype == torch.float32:
+                self._grad_KDH[k].addmm_(error_CD.T, x_CH)
+            else:
+                self._grad_KDH[k].add_(error_CD.T @ x_CH)
+        return error_CD @ self._weights_K[k]
+
+    def gradient(self, scale_K: Tensor) -> Tensor | None:
+        """Of the weight; heads that share it have different scales, so their sums were kept apart."""
+        if self._grad_KDH is None:
+            return None
+        grad_KDH = self._grad_KDH.mul_(scale_K.view(-1, 1, 1))
+        return (grad_KDH if self._weight.dim() == 3 else grad_KDH.sum(0)).to(self._weight.dtype)
+
+
+class _Function:
+    """Logits by a frozen function."""
+
+    def __init__(self, function: Output, with_grad: bool) -> None:
+        self._function, self._with_grad = function, with_grad
+
+    def size(self, last_PH: Tensor) -> int:
+        return self._function(last_PH[:1]).shape[-1] if len(last_PH) else 1
+
+    def logits(self, k: int, x_CH: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(self._with_grad):
+            x_CH = x_CH.detach().requires_grad_(self._with_grad)
+            return x_CH, self._function(x_CH)
+
+    def pull_back(self, k: int, x_CH: Tensor, logits_CD: Tensor, error_CD: Tensor) -> Tensor:
+        return torch.autograd.grad(logits_CD, x_CH, error_CD.to(logits_CD.dtype))[0]
+
+    def gradient(self, scale_K: Tensor) -> None:
+        return None
 
 
 class _HeadSums:
     """Running sums of one head over the chunks of a batch."""
 
-    def __init__(self, x_RH: Tensor, numerator: Tensor, hit_R: Tensor, grad_RH: Tensor | None) -> None:
-        self.x_RH, self.numerator, self.hit_R, self.grad_RH = x_RH, numerator, hit_R, grad_RH
+    def __init__(self, k: int, rows: Rows, x_RH: Tensor, project: _Weight | _Function, with_grad: bool) -> None:
+        self._k, self._rows, self._x_RH, self._project, self._with_grad = k, rows, x_RH, project, with_grad
+        self.numerator = torch.zeros((), dtype=torch.float32, device=x_RH.device)
+        self.hit_R = torch.zeros(len(x_RH), dtype=torch.bool, device=x_RH.device)
+        self.grad_RH = torch.empty_like(x_RH) if with_grad and x_RH.requires_grad else None
 
-    @classmethod
-    def new(cls, rows: Rows, states_RH: Tensor, dtype: torch.dtype, with_grad: bool) -> _HeadSums:
-        device = states_RH.device
-        return cls(
-            states_RH.to(dtype),
-            torch.zeros((), dtype=torch.float32, device=device),
-            torch.zeros(len(rows.labels_R), dtype=torch.bool, device=device),
-            torch.empty_like(states_RH) if with_grad and states_RH.requires_grad else None,
-        )
-
-    def add(
-        self,
-        rows: Rows,
-        span: slice,
-        weight_DH: Tensor,
-        law: _Law | None,
-        soft: float,
-        grad_DH: Tensor | None,
-    ) -> None:
-        """Add the rows of `span`, whose teachers are all in `law`."""
-        x_CH, labels_C1 = self.x_RH[span], rows.labels_R[span].unsqueeze(1)
-        logits_CD = (x_CH @ weight_DH.T).float()
-        self.hit_R[span] = logits_CD.argmax(-1) == labels_C1.squeeze(1)
-        log_z_C1 = logits_CD.logsumexp(-1, keepdim=True)
-        self.numerator += (1 - soft) * (log_z_C1 - logits_CD.gather(1, labels_C1)).sum()
-        law_rows_CD = None
-        if law is not None:
-            index_C = rows.slots_R[span] - law.start
-            law_rows_CD = law.law_CD[index_C]
-            cross_C = log_z_C1.squeeze(1) - (law_rows_CD * logits_CD).sum(-1)
-            self.numerator += soft * (cross_C - law.entropy_C[index_C]).sum()
-        if self.grad_RH is None and grad_DH is None:
-            return
-        # d loss / d logits = q - (1 - soft) * onehot - soft * p
-        error_CD = logits_CD.sub_(log_z_C1).exp_()
-        error_CD.scatter_add_(1, labels_C1, error_CD.new_full(labels_C1.shape, soft - 1.0))
-        if law_rows_CD is not None:
-            error_CD.sub_(law_rows_CD, alpha=soft)
-        error_CD = error_CD.to(weight_DH.dtype)
-        if self.grad_RH is not None:
-            self.grad_RH[span] = (error_CD @ weight_DH).to(self.grad_RH.dtype)
-        if grad_DH is not None:
-            if grad_DH.dtype == error_CD.dtype:
-                grad_DH.addmm_(error_CD.T, x_CH)
-            else:
-                grad_DH.add_(error_CD.T @ x_CH)
+    def add(self, span: slice, law: Teacher | None, start: int, losses: Mapping[str, float]) -> None:
+        """Add the rows of `span`, whose teachers are the rows of `law`, the first of which is slot `start`."""
+        labels_C = self._rows.labels_R[span]
+        x_CH, made_CD = self._project.logits(self._k, self._x_RH[span])
+        logits_CD = made_CD.detach().float()
+        self.hit_R[span] = logits_CD.argmax(-1) == labels_C
+        rows = LawRows(logits_CD, labels_C, law, self._rows.slots_R[span] - start)
+        total, error_CD = mix(rows, losses, self._with_grad)
+        self.numerator += total
+        if error_CD is not None:
+            grad_CH = self._project.pull_back(self._k, x_CH, made_CD, error_CD)
+            if self.grad_RH is not None:
+                self.grad_RH[span] = grad_CH.to(self.grad_RH.dtype)
 
 
 def _chunks(rows_K: Sequence[Rows], packed: int, draft_size: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
     """Ranges of packed rows, each with every head's range of rows whose teacher lies in it."""
-    size = max(1, CHUNK_ELEMENTS // draft_size)
+    size = max(1, CHUNK_ELEMENTS.get(rows_K[0].slots_R.device.type, CHUNK_ELEMENTS["cuda"]) // draft_size)
     starts = list(range(0, packed, size))
     edges = torch.tensor([*starts, packed], dtype=torch.int64, device=rows_K[0].slots_R.device)
     bounds_KE = torch.stack([torch.searchsorted(rows.slots_R, edges) for rows in rows_K]).tolist()

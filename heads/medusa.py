@@ -9,7 +9,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heads.checkpoint import Head, HeadConfig, register
+from heads.checkpoint import register
 from heads.errors import HeadwayError
 from heads.linear import few_rows_linear
-from heads.losses import HeadOutput, Rows, TeacherLogits, draft_loss
+from heads.losses import CROSS_ENTROPY, HeadOutput, Output, Rows, draft_loss
+from heads.mapped import MappedConfig, MappedHead
+from heads.served import draft_labels, served_labels, served_rows, tally
 from heads.vocabulary import DraftVocabulary
 
 Embed = Callable[[Tensor], Tensor]
@@ -28,16 +30,13 @@ Embed = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class MedusaConfig(HeadConfig):
-    """`draft_vocab_size` null = the full vocabulary; `output` "own" = a Linear(H -> D) per head, "shared" = one for all.
+class MedusaConfig(MappedConfig):
+    """`output` "own" = a Linear(H -> D) per head, "shared" = one for all.
 
     `hydra`: head k also sees the embeddings of tokens t + 1 .. t + 1 + k, the root and the drafts before its own (Ankner
     et al. 2024, section 3).
     """
 
-    hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int | None = None
     num_heads: int = 4
     num_layers: int = 1
     output: Literal["own", "shared"] = "own"
@@ -49,20 +48,9 @@ class MedusaConfig(HeadConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise HeadwayError(f"{name}: {value!r} is not a whole number above 0")
-        draft = self.draft_vocab_size
-        if draft is not None and not (isinstance(draft, int) and 0 < draft <= self.vocab_size):
-            raise HeadwayError(f"draft_vocab_size: {draft!r} is neither null nor within 1..{self.vocab_size}")
+        super().__post_init__()
         if self.output not in ("own", "shared"):
             raise HeadwayError(f'output: {self.output!r} is neither "own" nor "shared"')
-
-    @property
-    def mapped(self) -> bool:
-        """Whether draft ids differ from target ids, so that maps are stored."""
-        return self.draft_vocab_size is not None and self.draft_vocab_size < self.vocab_size
-
-    @property
-    def output_size(self) -> int:
-        return self.draft_vocab_size or self.vocab_size
 
 
 class ResidualLayer(nn.Linear):
@@ -102,10 +90,10 @@ class DraftOutput(nn.Module):
         self.weight = nn.Parameter(torch.zeros(shape if shared else (config.num_heads, *shape)), not shared)
 
     def forward(
-        self, rows_K: Sequence[Rows], last_PH: Tensor, teacher: TeacherLogits | None, soft: float
+        self, rows_K: Sequence[Rows], last_PH: Tensor, teacher: Output | None, losses: Mapping[str, float]
     ) -> tuple[Tensor, list[Tensor]]:
         """`draft_loss` over this weight, inside the module's forward, where ZeRO-3 has it gathered."""
-        return draft_loss(rows_K, self.weight, last_PH, teacher, soft)
+        return draft_loss(rows_K, self.weight, last_PH, teacher, losses)
 
     def head_logits(self, k: int, x_RH: Tensor) -> Tensor:
         """[R, H] of head k -> [R, D]."""
@@ -119,13 +107,11 @@ class DraftOutput(nn.Module):
 
 
 @register
-class MedusaHead(Head):
+class MedusaHead(MappedHead):
     """K residual blocks and their output; see `MedusaConfig`."""
 
     config_class = MedusaConfig
     config: MedusaConfig
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
@@ -134,47 +120,15 @@ class MedusaHead(Head):
             for k in range(config.num_heads)
         )
         self.lm_head = DraftOutput(config)
-        if config.mapped:
-            self.register_buffer("d2t", torch.zeros(config.output_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
 
     @classmethod
     def from_target(cls, config: MedusaConfig, lm_head_VH: Tensor, vocabulary: DraftVocabulary) -> MedusaHead:
         """A new head whose outputs start as the rows of the target's lm_head, in float32."""
-        if vocabulary.size != config.output_size or vocabulary.vocab_size != config.vocab_size:
-            raise HeadwayError(
-                f"draft vocabulary: {vocabulary.size} of {vocabulary.vocab_size} tokens do not fit a head with "
-                f"{config.output_size} of {config.vocab_size}; choose the vocabulary with the head's sizes"
-            )
         head = cls(config)
+        head.set_vocabulary(vocabulary)
         with torch.no_grad():
             head.lm_head.weight.copy_(lm_head_VH[vocabulary.ids_D.to(lm_head_VH.device)].float())
-            if config.mapped:
-                head.d2t.copy_(vocabulary.d2t)
-                head.t2d.copy_(vocabulary.t2d)
         return head
-
-    def check(self) -> None:
-        if not self.config.mapped:
-            return
-        ids_D = self.target_ids()
-        inside = bool(((ids_D >= 0) & (ids_D < self.config.vocab_size)).all())
-        if not inside or len(ids_D.unique()) != len(ids_D):
-            raise HeadwayError("`d2t` gives ids outside the vocabulary, or one id twice; the head cannot be used")
-        if int(self.t2d.sum()) != len(ids_D) or not bool(self.t2d[ids_D].all()):
-            raise HeadwayError("`t2d` does not mark the ids that `d2t` gives; the head cannot be used")
-
-    def target_ids(self) -> Tensor:
-        """[D]: the target id of each draft id."""
-        ids_D = torch.arange(self.config.output_size, device=self.lm_head.weight.device)
-        return ids_D + self.d2t if self.config.mapped else ids_D
-
-    def draft_ids_of(self) -> Tensor:
-        """[V]: the draft id of each target id, -1 for those outside the draft vocabulary."""
-        ids_D = self.target_ids()
-        inverse_V = ids_D.new_full((self.config.vocab_size,), -1)
-        inverse_V[ids_D] = torch.arange(len(ids_D), device=ids_D.device)
-        return inverse_V
 
     def draft_logits(self, last_RH: Tensor) -> Tensor:
         """[R, H] post-final-norm states of the target -> [R, K, D]. Not for Hydra heads, which need the drafts before."""
@@ -208,14 +162,14 @@ class MedusaHead(Head):
         last_PH: Tensor,
         next_P: Tensor,
         segment_P: Tensor,
-        teacher: TeacherLogits | None = None,
-        soft: float = 0.0,
+        teacher: Output | None = None,
+        losses: Mapping[str, float] = CROSS_ENTROPY,
         embed: Embed | None = None,
     ) -> HeadOutput:
         """One training pass over packed rows (see `pack`): loss numerators, counts and accuracies of every head.
 
         `embed`: the target's embedding, which Hydra heads need.
-        `teacher` and `soft`: the share of the loss that is the KL to the target's law over the draft vocabulary.
+        `losses`: name -> weight, as in heads/divergences.py; `teacher`: what most of them compare with.
         Every head takes part even without a row, so that all processes see the same parameters used.
         """
         last_PH = last_PH.to(self.lm_head.weight.dtype)
@@ -236,21 +190,8 @@ class MedusaHead(Head):
             Rows(block(last_PH[index_R], seen(index_R, k)), draft_PK[index_R, k], index_R + 1 + k)
             for k, (block, index_R) in enumerate(zip(self.blocks, indices_K, strict=True))
         ]
-        numerators_K, hits = self.lm_head(rows_K, last_PH, teacher, soft)
-        right_PK = torch.zeros_like(labels_PK, dtype=torch.bool)
-        for k, (index_R, hit_R) in enumerate(zip(indices_K, hits, strict=True)):
-            right_PK[index_R, k] = hit_R
-        served_PK = labels_PK >= 0
-        accepted_PK = right_PK.cumprod(1).bool()
-        reached_PK = served_PK & F.pad(accepted_PK, (1, -1), value=True)
-        return HeadOutput(
-            numerators_K,
-            (draft_PK >= 0).sum(0),
-            served_PK.sum(0),
-            right_PK.sum(0),
-            reached_PK.sum(0),
-            (reached_PK & right_PK).sum(0),
-        )
+        numerators_K, hits = self.lm_head(rows_K, last_PH, teacher, losses)
+        return tally(numerators_K, labels_PK, draft_PK, indices_K, hits)
 
 
 def embedded(embed: Embed, ids: Tensor, like: Tensor) -> Tensor:
@@ -262,27 +203,7 @@ def embedded(embed: Embed, ids: Tensor, like: Tensor) -> Tensor:
 def pack(last_TH: Tensor, ids_T: Tensor, turn_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The rows of one conversation whose NEXT token is the assistant's: (last_PH, next_P, segment_P).
 
-    `turn_T`: 0 where not supervised, else the number of the assistant's turn. `next_P` are the next tokens; `segment_P` numbers
-    the unbroken runs of one turn from 0, so that neighbours in the pack are neighbours in the text exactly when they agree.
+    As `served_rows` numbers them, from the turns of its tokens.
     """
-    next_turn_T = turn_T[1:]
-    index_P = next_turn_T.nonzero().squeeze(1)
-    turn_P = next_turn_T[index_P]
-    breaks_P = (index_P.diff() != 1) | (turn_P.diff() != 0)
-    segment_P = F.pad(breaks_P.cumsum(0), (1, 0)) if len(index_P) else index_P
+    index_P, segment_P = served_rows(turn_T)
     return last_TH[index_P], ids_T[1:][index_P], segment_P
-
-
-def served_labels(next_P: Tensor, segment_P: Tensor, num_heads: int) -> Tensor:
-    """[P, K]: the token head k has to predict at each packed row, -1 where it is not served."""
-    labels_PK = next_P.new_full((len(next_P), num_heads), -1)
-    for k in range(num_heads):
-        shift = k + 1
-        same_P = segment_P[shift:] == segment_P[:-shift]
-        labels_PK[: max(0, len(next_P) - shift), k] = torch.where(same_P, next_P[shift:], -1)
-    return labels_PK
-
-
-def draft_labels(labels_PK: Tensor, draft_ids_V: Tensor) -> Tensor:
-    """[P, K]: labels as draft ids, -1 where not served or outside the draft vocabulary."""
-    return torch.where(labels_PK >= 0, draft_ids_V[labels_PK.clamp(min=0)], -1)

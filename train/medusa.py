@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from data_prep.store import MANIFEST, FeatureStore, StoredConversation, read_manifest
+from heads.divergences import check_losses, needs_teacher
 from heads.errors import HeadwayError, run_script, sha256_file
-from heads.losses import TeacherLogits
-from heads.medusa import MedusaConfig, MedusaHead, draft_labels, pack, served_labels
+from heads.losses import Output
+from heads.medusa import MedusaConfig, MedusaHead, pack
+from heads.served import draft_labels, served_labels
 from heads.target import TargetEnds, fingerprint, resolve
 from heads.vocabulary import choose_vocabulary
 from train.loop import make_accelerator, split_rows, train
@@ -45,7 +47,7 @@ class Heads:
         draft_vocab_size: the most frequent answer tokens that can be drafted; null = all.
         hydra: head k also sees the embeddings of the root and of the drafts before its own.
         decay: weight of head k's loss is decay^k.
-        soft: share of the loss that is the KL to the target's law instead of the cross entropy to the text.
+        losses: name and weight of what the heads learn from: ce (the text), kl and others (the target's law).
     """
 
     num_heads: int = 4
@@ -55,7 +57,7 @@ class Heads:
     draft_vocab_size: int | None = 8192
     hydra: bool = False
     decay: float = 0.8
-    soft: float = 0.0
+    losses: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
 
 
 @dataclass
@@ -70,7 +72,7 @@ class MedusaRecipe(Recipe):
         require("head.num_heads", head.num_heads, head.num_heads >= 1, "at least 1")
         require("head.num_layers", head.num_layers, head.num_layers >= 1, "at least 1")
         require("head.decay", head.decay, 0 < head.decay <= 1, "above 0 and at most 1, such as 0.8")
-        require("head.soft", head.soft, 0 <= head.soft <= 1, "from 0 (text only) to 1 (target's law only)")
+        check_losses(head.losses)
         size = head.draft_vocab_size
         require("head.draft_vocab_size", size, size is None or size >= 1, "at least 1, or null for the full vocabulary")
 
@@ -98,10 +100,10 @@ class MedusaMethod:
         self.coverage = {"training": vocabulary.coverage(counts_V), "held_out": vocabulary.coverage(held_out_V)}
         self.vocabulary_size = vocabulary.size
         self._draft_ids_V = self.head.draft_ids_of()
-        self._constants: dict[str, Any] = {"soft": settings.soft}
+        self._constants: dict[str, Any] = {"losses": settings.losses}
         if settings.hydra:
             self._constants["embed"] = ends.embed
-        if settings.soft:
+        if needs_teacher(settings.losses):
             self._constants["teacher"] = restricted_teacher(ends, vocabulary.ids_D, store[0].last_TH[:64])
 
     def batch(self, conversations: Sequence[StoredConversation]) -> dict[str, Tensor]:
@@ -158,7 +160,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def restricted_teacher(ends: TargetEnds, ids_D: Tensor, probe_CH: Tensor) -> TeacherLogits:
+def restricted_teacher(ends: TargetEnds, ids_D: Tensor, probe_CH: Tensor) -> Output:
     """The target's output function over the draft vocabulary, [C, H] -> [C, D].
 
     Where that function is the plain product with lm_head, which is found out on the real states `probe_CH`, only the rows of the

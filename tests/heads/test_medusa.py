@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from heads import losses
 from heads.errors import HeadwayError
 from heads.losses import HeadOutput
-from heads.medusa import MedusaConfig, MedusaHead, pack, served_labels
+from heads.medusa import MedusaConfig, MedusaHead, pack
+from heads.served import served_labels
 from heads.vocabulary import DraftVocabulary
 
 H, V, D, K = 8, 30, 17, 4
@@ -116,14 +117,15 @@ def test_loss_figures_and_gradients_equal_brute_force(
     draft: int | None, output: Any, soft: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Whatever the chunk; cases 1, 2 and 4."""
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setitem(losses.CHUNK_ELEMENTS, "cpu", chunk)
     head, parts = make_head(draft, output), conversations()
     head.lm_head.weight.requires_grad_(True)
     teacher_VH = torch.randn(V, H, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     ids_D = head.target_ids()
     weights_K = torch.tensor([1.0, 0.8, 0.64, 0.512], dtype=torch.float64)
 
-    result = head(**packed(parts), teacher=lambda last: last @ teacher_VH[ids_D].T, soft=soft)
+    shares = {name: share for name, share in (("ce", 1 - soft), ("kl", soft)) if share}
+    result = head(**packed(parts), teacher=lambda last: last @ teacher_VH[ids_D].T, losses=shares)
     (result.numerators_K * weights_K).sum().backward()
     found = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
     head.zero_grad()

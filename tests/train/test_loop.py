@@ -325,7 +325,7 @@ def test_a_folder_that_holds_something_else_is_refused(run: Run, tmp_path: Path,
 
 def test_soft_labels_and_the_shared_output_train(run: Run, tiny_target_dir: Path):
     """The KL to the target's law falls; a shared output stays the target's own."""
-    folder = run("--head.soft=1.0", "--head.output=shared", "--optim.epochs=10", "--optim.lr=1e-2")
+    folder = run('--head.losses={"kl": 1.0}', "--head.output=shared", "--optim.epochs=10", "--optim.lr=1e-2")
     rows = metrics(folder, "train")
     assert sum(row["loss"] for row in rows[-3:]) < 0.9 * sum(row["loss"] for row in rows[:3])
     head = load_head(folder)
