@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch.nn.utils.rnn import pad_sequence
 
 from data_prep.conversations import read_conversations, split_heldout
+from data_prep.forecast import describe_coverage, disk_space, given, nearest, pilot
 from data_prep.meter import Meter
 from data_prep.plan import (
     Planned,
@@ -82,6 +82,8 @@ class Settings:
         held_out: conversations left out, for measuring
         batch_tokens: tokens of a forward pass, padding included
         shard_tokens: tokens of a shard, the unit of resuming
+        dry_run: print the plan, with the hours at the speed of a short pilot on the target, and write nothing
+        tokens_per_second: speed of one process in an earlier run; a dry run then times no pilot and loads no weights
     """
 
     conversations: Path
@@ -95,6 +97,8 @@ class Settings:
     held_out: int = 64
     batch_tokens: int = 4096
     shard_tokens: int = 16384
+    dry_run: bool = False
+    tokens_per_second: float | None = None
 
 
 def collect(settings: Settings) -> None:
@@ -116,6 +120,10 @@ def collect(settings: Settings) -> None:
     announce(
         settings, source, planned, pending, bytes_per_token(source.hidden_size, len(taps), settings.store_dtype), say
     )
+    if settings.dry_run:
+        if state.is_main_process:
+            forecast(pending, settings, taps, state)
+        return
     if complete and not pending:
         say(f"{settings.out}: complete, nothing to do")
         return
@@ -155,6 +163,8 @@ def check(settings: Settings) -> None:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise HeadwayError(f"--{name} {value}: give a positive number")
+    if settings.tokens_per_second is not None and not settings.dry_run:
+        raise HeadwayError("--tokens_per_second is for a --dry_run; a run that collects measures its own speed")
     if settings.held_out < 0:
         raise HeadwayError(f"--held_out {settings.held_out}: give 0 or a positive number")
     out = settings.out
@@ -164,15 +174,11 @@ def check(settings: Settings) -> None:
         raise HeadwayError(f"{out}: holds files but no feature store; give --out a new folder")
 
 
-def nearest(path: Path) -> Path:
-    """The path itself where it exists, else the closest of its parents that does."""
-    return next(each for each in (path, *path.absolute().parents) if each.exists())
-
-
 def describe_run(settings: Settings, source: Source, taps: tuple[int, ...], processes: int) -> dict[str, Any]:
     """The manifest of a store that is not complete: what makes it, out of what."""
     arguments = asdict(settings) | {"conversations": settings.conversations.name, "processes": processes}
-    del arguments["out"]
+    for name in ("out", "dry_run", "tokens_per_second"):
+        del arguments[name]
     return {
         "schema": SCHEMA,
         "kind": "features",
@@ -231,13 +237,31 @@ def announce(
             f"{settings.out}: {len(planned) - len(pending):,} conversations are there, {len(pending):,} are to be collected"
         )
     needed = sum(row.entry.length for row in pending) * token_bytes
-    free = shutil.disk_usage(nearest(settings.out)).free
-    say(f"{settings.out}: {needed / 1e6:,.1f} MB to write in {settings.store_dtype}, {free / 1e6:,.1f} MB free")
-    if needed > free:
-        raise HeadwayError(
-            f"{settings.out}: {needed / 1e6:,.1f} MB are to be written and {free / 1e6:,.1f} MB are free; "
-            f"free some, give another --out, fewer taps or a --max_tokens"
-        )
+    space = disk_space(settings.out, needed, "free some, give another --out, fewer taps or a --max_tokens")
+    say(f"{settings.out}: {space}, in {settings.store_dtype}")
+    supervised_ids = torch.cat([row.ids_T[row.turn_T > 0] for row in planned])
+    say(describe_coverage(torch.bincount(supervised_ids, minlength=source.vocab_size)))
+
+
+def forecast(pending: Sequence[Planned], settings: Settings, taps: Sequence[int], state: PartialState) -> None:
+    """Say how long the collection will take."""
+    rows = share_of_rank(pending, 0, 1)
+    if not rows:
+        print(f"{settings.out}: complete, nothing to do")
+        return
+    if settings.tokens_per_second is not None:
+        speed = given(settings.tokens_per_second)
+    else:
+        target = Target.load(settings.target, settings.dtype, str(state.device))
+        dtype = DTYPES[settings.store_dtype]
+
+        def run(batch: Sequence[Planned]) -> int:
+            run_target(target, batch, taps, dtype)
+            return sum(row.entry.length for row in batch)
+
+        speed = pilot(list(cut_batches(rows, settings.batch_tokens)), run)
+    tokens = sum(row.entry.length for row in rows)
+    print(f"{settings.out}: {speed.hours(tokens, state.num_processes)}; a dry run, nothing was written")
 
 
 def collect_share(rows: Sequence[Planned], settings: Settings, taps: Sequence[int], state: PartialState) -> None:
