@@ -92,7 +92,7 @@ class SlotCache(Cache):
             raise ValueError(f"cache of {self.capacity} slots, {need} needed")
         self.view = min(self.capacity, -(-need // BUCKET) * BUCKET)
         # rows of one length (a single row, above all) are written as one block
-        self.start = self.lengths[0] if len(set(self.lengths)) == 1 else None
+        self.start = self.lengths[0] + behind if len(set(self.lengths)) == 1 else None
         self.slots_BN = self.lengths_B[:, None] + torch.arange(behind, behind + nodes, device=self.lengths_B.device)
 
     def reserve(self, tokens: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from eval.cache import SlotCache
+from eval.lean import lean_decoder
 from eval.masks import check_supported, pass_masks, position_limit
 from eval.probe import PROMPTS, SHAPE, needs_probe, probe
 from eval.tree import PADDING, DraftTree
@@ -40,6 +41,7 @@ class TargetPasses:
         # a row that has ended stays in the batch: at its full length, with a root and a draft that nobody reads
         self.tokens = tokens
         self.cache = SlotCache(target.num_layers, rows, tokens + 1 + drafts, target.device)
+        self.lean = lean_decoder(target)
         # transformers renamed the argument; both names are in the supported range
         parameters = inspect.signature(type(target.decoder).forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -89,6 +91,8 @@ class TargetPasses:
     def _run(self, ids_BN: torch.Tensor, positions_BN: torch.Tensor, ancestors_BNN: torch.Tensor) -> States:
         self.cache.begin(ids_BN.shape[1])
         masks = pass_masks(self.target, self.cache, ancestors_BNN, positions_BN)
+        if self.lean is not None:
+            return self.lean(ids_BN, positions_BN, masks, self.cache, self.taps)
         with self.target.capture(self.taps) as captured:
             output = self.target.decoder(
                 input_ids=ids_BN,

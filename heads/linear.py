@@ -1,27 +1,75 @@
 """A faster product for a few rows on CPUs.
 
-Decoding multiplies 1 to some hundred rows with each weight. BLAS libraries for the CPU lay out x W^T badly for that
-shape: for 5 rows and a [49152, 576] weight in fp32, W x^T takes a third of the time of x W^T (benchmarks/linear.py).
+Decoding multiplies 1 to some dozen rows with each weight: the time is that of reading the weights, if they are read
+once. BLAS libraries for the CPU do not manage that for 2 rows and more, least of all in bfloat16 on CPUs without units
+for it, where every row costs as much as the first one. heads/few_rows.cpp does (benchmarks/linear.py). It is compiled
+at first use, and gives a row the same bits whatever rows stand beside it.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import platform
+import sysconfig
+from functools import cache
+from pathlib import Path
+
 import torch
 from torch import nn
-from torch.nn import functional
+from torch.nn import functional as F
+from torch.utils.cpp_extension import load
 
-MOST_ROWS = 512  # beyond this both orders reach the machine's peak
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 48  # beyond this a blocked product reuses weights and rows alike, and BLAS is ahead
+WIDENED = 2**20  # elements of a bfloat16 weight that are held in float32 at a time
+
+
+def has_bf16_units() -> bool:
+    """Whether this CPU multiplies bfloat16 natively (AMX or AVX512-BF16)."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+@cache
+def build_kernel() -> bool:
+    """Compile and load the kernel, once in a process; False, with a warning, where there is no C++ compiler."""
+    name = f"headway_few_rows_{platform.machine()}_{torch.backends.cpu.get_cpu_capability()}"
+    flags = ["-O3", "-march=native", "-fopenmp"]
+    source = Path(__file__).with_name("few_rows.cpp")
+    scripts = sysconfig.get_path("scripts")  # where the package ninja put its program, if no PATH leads there
+    if scripts not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), scripts])
+    try:
+        load(name, [str(source)], extra_cflags=flags, extra_ldflags=["-fopenmp"], is_python_module=False)
+    except (RuntimeError, OSError) as error:
+        log.warning("heads/few_rows.cpp could not be compiled, so decoding on this CPU is slower (%s)", error)
+        return False
+    torch.library.register_fake("headway::few_rows", lambda x, weight: x.new_empty(len(x), len(weight)))
+    return True
 
 
 def few_rows_linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + b for x [..., I], weight [O, I], bias [O]; on a CPU with 2 to MOST_ROWS rows computed as (W x^T)^T."""
-    rows = x.numel() // x.shape[-1]
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not 1 < rows <= MOST_ROWS:
-        return functional.linear(x, weight_OI, bias_O)
-    y_RO = torch.mm(weight_OI, x.reshape(rows, x.shape[-1]).t()).t()
+    """x W^T + b for x [..., I], weight [O, I], bias [O]; sums in float32 for bfloat16.
+
+    On a CPU, without a gradient, few rows go through the kernel. Many rows in bfloat16, on a CPU without units for it,
+    meet the weight widened piece by piece.
+    """
+    differentiable = torch.is_grad_enabled() and (x.requires_grad or weight_OI.requires_grad)
+    narrow = x.dtype == torch.bfloat16 and not has_bf16_units()
+    if x.device.type != "cpu" or differentiable or not (narrow or x.dtype == torch.float32):
+        return F.linear(x, weight_OI, bias_O)
+    x_RI = x.reshape(-1, x.shape[-1]).float()
+    if len(x_RI) <= MOST_ROWS and weight_OI.is_contiguous() and build_kernel():
+        y_RO = torch.ops.headway.few_rows(x_RI.contiguous(), weight_OI)
+    elif narrow:
+        pieces = weight_OI.split(max(1, WIDENED // weight_OI.shape[1]))
+        y_RO = torch.cat([x_RI @ piece.float().t() for piece in pieces], 1)
+    else:
+        return F.linear(x, weight_OI, bias_O)
     if bias_O is not None:
         y_RO = y_RO + bias_O
-    return y_RO.view(*x.shape[:-1], weight_OI.shape[0])
+    return y_RO.to(x.dtype).view(*x.shape[:-1], len(weight_OI))
 
 
 class FewRowsLinear(nn.Linear):

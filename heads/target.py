@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from heads.embedded import EMBEDDED, embedded_folder
 from heads.errors import HeadwayError
-from heads.linear import use_few_rows_linear
+from heads.linear import has_bf16_units, use_few_rows_linear
 from heads.shell import GivenStates, find_decoder, output_shell
 
 DEFAULT_TARGET = EMBEDDED
@@ -95,7 +95,7 @@ def auto_dtype(dtype: str, device: torch.device) -> torch.dtype:
     Raises HeadwayError for a name that is not float32, bfloat16, float16 or float64.
     """
     if dtype == "auto":
-        fast = device.type != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+        fast = device.type != "cpu" or has_bf16_units()
         return torch.bfloat16 if fast else torch.float32
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if dtype not in names:
@@ -143,11 +143,13 @@ class TargetEnds:
         return self._model.get_input_embeddings()(ids)
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
-        """[..., H] states after the final norm -> [..., V] logits by the model's own output function."""
+        """[..., H] states after the final norm -> [..., V] logits by the model's own output function.
+
+        The weights are frozen; a gradient goes through to `last` where it asks for one.
+        """
         self._given.last = last.reshape(1, -1, last.shape[-1])
         try:
-            with torch.no_grad():
-                logits = self._shell(inputs_embeds=self._given.last, use_cache=False).logits
+            logits = self._shell(inputs_embeds=self._given.last, use_cache=False).logits
         finally:
             self._given.last = None
         return logits.reshape(*last.shape[:-1], -1)

@@ -1,0 +1,74 @@
+"""The few-row product: right values, and the same bits whatever stands beside a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from heads import linear
+from heads.linear import MOST_ROWS, FewRowsLinear, build_kernel, few_rows_linear, use_few_rows_linear
+
+SHAPES = [(1, 8), (2, 16), (7, 24), (64, 13), (33, 100), (96, 64)]  # [outputs, inputs]; rests of 8 lanes and of pairs
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 12, 19, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_product_in_float64(rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    for outputs, inputs in SHAPES:
+        x, weight = (torch.randn(n, inputs, generator=generator).to(dtype) for n in (rows, outputs))
+        bias = torch.randn(outputs, generator=generator).to(dtype)
+        y = few_rows_linear(x.view(1, rows, inputs), weight, bias)
+        assert y.shape == (1, rows, outputs) and y.dtype == dtype
+        exact = F.linear(x.double(), weight.double(), bias.double())
+        # bfloat16 keeps 8 bits: half a unit in the last place of the result, and sums in float32 before it
+        bound = 1e-4 + (exact.abs() * 2**-8 if dtype == torch.bfloat16 else 0)
+        assert bool(((y[0].double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+    assert build_kernel(), "no C++ compiler"
+    x, weight = torch.randn(MOST_ROWS, 100).to(dtype), torch.randn(501, 100).to(dtype)
+    alone = torch.cat([few_rows_linear(row[None], weight) for row in x])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for rows in (2, 3, 5, 6, 11, MOST_ROWS):
+                assert torch.equal(few_rows_linear(x[:rows], weight), alone[:rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_gradients_go_the_ordinary_way() -> None:
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8)
+    few_rows_linear(x, weight).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, weight.sum(0).expand(3, 8), atol=1e-6)
+
+
+def test_without_a_compiler_the_values_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(5, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    with_kernel = few_rows_linear(x, weight)
+    monkeypatch.setattr(linear, "build_kernel", lambda: False)
+    assert torch.allclose(few_rows_linear(x, weight).float(), with_kernel.float(), rtol=2**-7, atol=1e-3)
+
+
+def test_a_failed_build_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no c++")
+
+    monkeypatch.setattr(linear, "load", fails)
+    assert build_kernel.__wrapped__() is False
+    assert "could not be compiled" in caplog.text
+
+
+def test_plain_linear_layers_are_turned_in_place() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Embedding(3, 8))
+    names = list(model.state_dict())
+    use_few_rows_linear(model)
+    assert type(model[0]) is FewRowsLinear
+    assert list(model.state_dict()) == names
