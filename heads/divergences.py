@@ -155,8 +155,8 @@ def check_losses(losses: Mapping[str, float], features: bool = False) -> None:
             raise HeadwayError(f"recipe: head.losses: '{name}' is unknown; known: {', '.join(known)}")
         if not 0 < weight < float("inf"):
             raise HeadwayError(f"recipe: head.losses.{name} is {weight}; it must be above 0, or left out")
-    if not losses:
-        raise HeadwayError(f"recipe: head.losses: names no loss; known: {', '.join(known)}")
+    if not any(name in DIVERGENCES for name in losses):
+        raise HeadwayError(f"recipe: head.losses: names no loss on the drafted law; known: {', '.join(DIVERGENCES)}")
 
 
 def mix(rows: LawRows, losses: Mapping[str, float], with_grad: bool) -> tuple[Tensor, Tensor | None]:

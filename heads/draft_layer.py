@@ -15,22 +15,20 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from heads.checkpoint import HeadConfig
 from heads.errors import HeadwayError
 from heads.linear import FewRowsLinear
+from heads.mapped import MappedConfig
 
 FULL_ATTENTION = "full_attention"
 
 
-@dataclass(frozen=True)
-class LayerConfig(HeadConfig):
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(MappedConfig):
     """What the layers of a draft head are; `layer_settings` reads it off a target's config.
 
     `rope_parameters` are transformers': rope_theta, rope_type and what that type needs.
     """
 
-    hidden_size: int
-    vocab_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -57,6 +55,7 @@ class LayerConfig(HeadConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise HeadwayError(f"{name}: {value!r} is not a whole number above 0")
+        super().__post_init__()
         if self.num_attention_heads % self.num_key_value_heads:
             raise HeadwayError(
                 f"num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads {self.num_attention_heads}"

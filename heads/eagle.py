@@ -3,27 +3,35 @@
 Here: what EAGLE-1 and EAGLE-3 share, and EAGLE-1 (Li et al. 2024, section 4). Row t combines the state of position t with
 the token after it, x_{t+1}, stands at position t, and predicts x_{t+2}.
 
-Shapes: B rows, N nodes of a pass, C keys in view, H hidden, V vocabulary, D draft vocabulary.
+Shapes: B rows, N nodes of a pass, C keys in view, X tokens of all texts of a batch, P packed rows (heads/served.py), R rows of a
+step, S steps, H hidden, F states of the target side by side, V vocabulary, D draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from heads.checkpoint import Head, register
+from heads.checkpoint import register
+from heads.divergences import DIVERGENCES, FEATURES
 from heads.draft_layer import DraftLayer, KeyValueCache, LayerConfig, Rope
+from heads.errors import HeadwayError
 from heads.linear import FewRowsLinear
+from heads.losses import HeadOutput, Output, Rows, draft_loss
+from heads.mapped import MappedHead
+from heads.served import draft_labels, served_labels, tally
+from heads.unroll import Schedule, first_step, next_step, schedule
 
-Output = Callable[[Tensor], Tensor]
-"""[..., H] states after the target's final norm -> [..., V]: the target's own output function."""
+Embed = Callable[[Tensor], Tensor]
+"""[...] token ids -> [..., H]: the target's embedding."""
 
 
-class EagleHead(Head):
+class EagleHead(MappedHead):
     """What trainer, replay and drafters use of a head of this family; `taps` are the target's layers it reads."""
 
     config: LayerConfig
@@ -53,16 +61,15 @@ class EagleHead(Head):
         """[..., H] -> [..., D]. `output` is the target's own; heads that carry an output matrix do not need it."""
         raise NotImplementedError
 
-    def target_ids(self) -> Tensor:
-        """[D]: the target id of each draft id."""
+    def features_of(self, states_XF: Tensor) -> Tensor:
+        """`features` of a batch, whose states lie side by side: the taps in their order, or the last one."""
         raise NotImplementedError
 
-    def draft_ids_of(self) -> Tensor:
-        """[V]: the draft id of each target id, -1 for those outside the draft vocabulary."""
-        ids_D = self.target_ids()
-        inverse_V = ids_D.new_full((self.config.vocab_size,), -1)
-        inverse_V[ids_D] = torch.arange(len(ids_D), device=ids_D.device)
-        return inverse_V
+    def loss(
+        self, rows_S: Sequence[Rows], last_PH: Tensor, output: Output, losses: Mapping[str, float]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Loss sums of every step, and which of its rows have the right argmax."""
+        raise NotImplementedError
 
     def run(
         self,
@@ -85,19 +92,83 @@ class EagleHead(Head):
                 raise ValueError("a pass over a cache needs the mask of what each node sees")
             nodes = positions_BN.shape[1]
             mask_B1NC = torch.ones(1, 1, nodes, nodes, dtype=torch.bool, device=positions_BN.device).tril()
+        embeds_BNH = embeds_BNH.to(features_BNH.dtype)
         h_BNH = self.enter(features_BNH, embeds_BNH)
         rope = self.rope(positions_BN, h_BNH.dtype)
         for number, layer in enumerate(self.layers):
             h_BNH = layer(h_BNH, embeds_BNH, rope, mask_B1NC, cache, number)
         return self.leave(h_BNH)
 
+    def unroll(self, features_XH: Tensor, embeds_XH: Tensor, plan: Schedule) -> list[Tensor]:
+        """The training-time test: for each step the states that `logits` takes [R, H], of the rows that `plan` lists.
+
+        `features_XH`: of every token of the texts; `embeds_XH`: the target's embedding of the same tokens.
+        """
+        layers: list[Any] = list(self.layers)
+        embeds_XH = embeds_XH.to(features_XH.dtype)
+        next_XH = torch.cat([embeds_XH[1:], embeds_XH[:1]])  # what a text's last token gets here is seen by no row
+        h_XH = self.enter(features_XH, next_XH)
+        h_RH, keys = first_step(layers, self.rope, h_XH, next_XH, plan)
+        fed_RH, hidden_RH = self.leave(h_RH)
+        hidden_S = [hidden_RH]
+        for step, rows in enumerate(plan.steps[1:], 1):
+            e_RH = embeds_XH.index_select(0, rows.tokens_R + 1 + step)
+            h_RH = self.enter(fed_RH.index_select(0, rows.kept_R), e_RH)
+            fed_RH, hidden_RH = self.leave(next_step(layers, self.rope, h_RH, e_RH, keys, plan, step))
+            hidden_S.append(hidden_RH)
+        return hidden_S
+
+    def forward(
+        self,
+        ids_X: Tensor,
+        lengths_B: Tensor,
+        index_P: Tensor,
+        segment_P: Tensor,
+        states_XF: Tensor,
+        last_PH: Tensor,
+        *,
+        embed: Embed,
+        output: Output,
+        losses: Mapping[str, float],
+        steps: int,
+        noise: float = 0.0,
+    ) -> HeadOutput:
+        """One training pass over texts that lie one behind the other: loss numerators, counts, accuracies of every step.
+
+        `lengths_B`: their tokens; `index_P`, `segment_P`: rows whose next token is the assistant's, as tokens, and the
+        unbroken runs among them; `states_XF`: what `features_of` takes; `last_PH`: the target's last states of those rows.
+        `output`: the target's output function over the draft vocabulary; `losses`: name -> weight (heads/divergences.py);
+        `noise`: largest uniform noise on the features, in training mode. A token outside the draft vocabulary counts as a
+        miss and takes no part in the loss.
+        """
+        labels_PS = served_labels(ids_X[index_P + 1], segment_P, steps)
+        draft_PS = draft_labels(labels_PS, self.draft_ids_of())
+        plan = schedule(lengths_B.tolist(), index_P, labels_PS)
+        features_XH = self.features_of(states_XF)
+        if self.training and noise:
+            features_XH = features_XH + torch.empty_like(features_XH).uniform_(-noise, noise)
+        rows_S, indices_S = [], []
+        for step, hidden_RH in enumerate(self.unroll(features_XH, embed(ids_X), plan)):
+            packed_R = plan.steps[step].packed_R
+            labels_R = draft_PS[packed_R, step]
+            inside_R = (labels_R >= 0).nonzero().squeeze(1)
+            indices_S.append(packed_R[inside_R])
+            rows_S.append(Rows(hidden_RH.index_select(0, inside_R), labels_R[inside_R], indices_S[-1] + 1 + step))
+        numerators_S, hits_S = self.loss(rows_S, last_PH, output, losses)
+        return tally(numerators_S, labels_PS, draft_PS, indices_S, hits_S)
+
 
 @dataclass(frozen=True)
 class Eagle1Config(LayerConfig):
-    """`fc_bias`: of fc, which public heads have; engines expect none."""
+    """`fc_bias`: of fc, which public heads have; engines expect none. The vocabulary is the target's."""
 
     fc_bias: bool = False
     kind: ClassVar[str] = "eagle"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_vocab_size is not None:
+            raise HeadwayError("draft_vocab_size: EAGLE-1 drafts with the target's own output; leave it out")
 
 
 @register
@@ -133,5 +204,19 @@ class Eagle1Head(EagleHead):
             raise ValueError("an EAGLE-1 head predicts states; give the target's output function")
         return output(hidden)
 
-    def target_ids(self) -> Tensor:
-        return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+    def features_of(self, states_XF: Tensor) -> Tensor:
+        return self.features(states_XF, {})
+
+    def loss(
+        self, rows_S: Sequence[Rows], last_PH: Tensor, output: Output, losses: Mapping[str, float]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Among the losses may be "smooth_l1": the predicted state against the target's, a mean over H (section 4.2)."""
+        laws = {name: weight for name, weight in losses.items() if name in DIVERGENCES}
+        numerators_S, hits_S = draft_loss(rows_S, output, last_PH, output, laws)
+        if weight := losses.get(FEATURES):
+            distances = [
+                F.smooth_l1_loss(rows.x_RH, last_PH[rows.slots_R].to(rows.x_RH.dtype), reduction="none").mean(-1).sum()
+                for rows in rows_S
+            ]
+            numerators_S = numerators_S + weight * torch.stack(distances)
+        return numerators_S, hits_S

@@ -7,6 +7,7 @@ Shapes: H hidden, V vocabulary, D draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from heads.checkpoint import register
 from heads.draft_layer import DraftLayer, LayerConfig
-from heads.eagle import EagleHead, Output
+from heads.eagle import EagleHead
 from heads.errors import HeadwayError
 from heads.linear import FewRowsLinear, few_rows_linear
+from heads.losses import Output, Rows, draft_loss
 from heads.vocabulary import DraftVocabulary
 
 
@@ -36,12 +38,11 @@ def default_taps(layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Eagle3Config(LayerConfig):
-    """`taps`: layers whose INPUT is read; `draft_vocab_size` null = the full vocabulary.
+    """`taps`: layers whose INPUT is read.
 
     3.1: `fc_norm` = an RMSNorm for each tap before fc; `norm_output` = the state after the final norm is fed back.
     """
 
-    draft_vocab_size: int | None = None
     taps: tuple[int, ...] = ()
     fc_norm: bool = False
     norm_output: bool = False
@@ -52,26 +53,20 @@ class Eagle3Config(LayerConfig):
         object.__setattr__(self, "taps", tuple(self.taps))  # JSON has lists only
         if not self.taps or len(set(self.taps)) < len(self.taps) or any(tap < 0 for tap in self.taps):
             raise HeadwayError(f"taps: {list(self.taps)} are not distinct layers, counted from 0")
-        draft = self.draft_vocab_size
-        if draft is not None and not (isinstance(draft, int) and 0 < draft <= self.vocab_size):
-            raise HeadwayError(f"draft_vocab_size: {draft!r} is neither null nor within 1..{self.vocab_size}")
-
-    @property
-    def mapped(self) -> bool:
-        """Whether draft ids differ from target ids, so that maps are stored."""
-        return self.draft_vocab_size is not None and self.draft_vocab_size < self.vocab_size
-
-    @property
-    def output_size(self) -> int:
-        return self.draft_vocab_size or self.vocab_size
 
 
 class DraftOutput(nn.Module):
-    """The output matrix [D, H]."""
+    """The output matrix [D, H], a module of its own: in its forward ZeRO-3 has it gathered."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(config.output_size, config.hidden_size))
+
+    def forward(
+        self, rows_S: Sequence[Rows], last_PH: Tensor, output: Output, losses: Mapping[str, float]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`draft_loss` over this weight."""
+        return draft_loss(rows_S, self.weight, last_PH, output, losses)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., D]."""
@@ -84,8 +79,6 @@ class Eagle3Head(EagleHead):
 
     config_class = Eagle3Config
     config: Eagle3Config
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
@@ -99,24 +92,14 @@ class Eagle3Head(EagleHead):
         )
         self.norm = nn.RMSNorm(hidden, eps)
         self.lm_head = DraftOutput(config)
-        if config.mapped:
-            self.register_buffer("d2t", torch.zeros(config.output_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
 
     @classmethod
     def from_target(cls, config: Eagle3Config, lm_head_VH: Tensor, vocabulary: DraftVocabulary) -> Eagle3Head:
         """A new head whose output starts as the rows of the target's lm_head, in float32."""
-        if vocabulary.size != config.output_size or vocabulary.vocab_size != config.vocab_size:
-            raise HeadwayError(
-                f"draft vocabulary: {vocabulary.size} of {vocabulary.vocab_size} tokens do not fit a head with "
-                f"{config.output_size} of {config.vocab_size}; choose the vocabulary with the head's sizes"
-            )
         head = cls(config)
+        head.set_vocabulary(vocabulary)
         with torch.no_grad():
             head.lm_head.weight.copy_(lm_head_VH[vocabulary.ids_D.to(lm_head_VH.device)].float())
-            if config.mapped:
-                head.d2t.copy_(vocabulary.d2t)
-                head.t2d.copy_(vocabulary.t2d)
         return head
 
     def features(self, last: Tensor, taps: dict[int, Tensor]) -> Tensor:
@@ -139,6 +122,10 @@ class Eagle3Head(EagleHead):
     def logits(self, hidden: Tensor, output: Output | None = None) -> Tensor:
         return self.lm_head.logits(hidden)
 
-    def target_ids(self) -> Tensor:
-        ids_D = torch.arange(self.config.output_size, device=self.lm_head.weight.device)
-        return ids_D + self.d2t if self.config.mapped else ids_D
+    def features_of(self, states_XF: Tensor) -> Tensor:
+        return self.fuse(list(states_XF.chunk(len(self.taps), -1)))
+
+    def loss(
+        self, rows_S: Sequence[Rows], last_PH: Tensor, output: Output, losses: Mapping[str, float]
+    ) -> tuple[Tensor, list[Tensor]]:
+        return self.lm_head(rows_S, last_PH, output, losses)
