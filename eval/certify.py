@@ -168,7 +168,9 @@ def greedy_identity(options: Options, target: Target, prompts: Sequence[Prompt])
     def run(name: str) -> Ledger:
         ledger, contender = Ledger(), build(name, target, None)
         for number, prompt in enumerate(ids):
-            ledger.absorb(decode(target, contender.drafter, [prompt], settings), [number])
+            ledger.absorb(
+                decode(target, contender.drafter, [prompt], settings, controller=contender.controller), [number]
+            )
         return ledger
 
     found = identity.divergences(target, ids, run(str(options.head)), run(BASELINE))

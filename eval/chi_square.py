@@ -87,7 +87,8 @@ class BigramDrafter:
 
     def __init__(self, target: Target, shape: TreeShape, replacement: bool = True) -> None:
         self.name = "sampled"
-        self.shape, self.replacement, self.most_drafts = shape, replacement, len(shape.paths)
+        self.shape, self.replacement = shape, replacement
+        self.most_drafts, self.depth = len(shape.paths), shape.max_depth
         with torch.inference_mode():
             last_V1H = target.states(torch.arange(target.vocab_size)[:, None]).last
             self.law_VV = target.logits(last_V1H[:, 0]).softmax(-1)
@@ -99,7 +100,7 @@ class BigramDrafter:
     def observe(self, committed: Committed) -> None:
         """Nothing to learn."""
 
-    def draft(self, sequences: list[list[int]], root_B: Tensor) -> DraftTree:
+    def draft(self, sequences: list[list[int]], root_B: Tensor, length: int | None = None) -> DraftTree:
         """The shape, filled by sampling."""
         parents, tokens, used = self.shape.parents, [root_B], [0] * (self.shape.max_depth + 1)
         laws, live_B = [], torch.ones_like(root_B, dtype=torch.bool)

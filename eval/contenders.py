@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eval.adaptive import LengthController
 from eval.drafters import Drafter, lookahead, lookup, model, suffix
 from eval.drafters.lookahead import LookaheadDrafter
 from eval.drafters.lookup import LookupDrafter
@@ -22,6 +23,7 @@ from heads.target import Target, fingerprint, resolve
 
 BASELINE, LOOKUP = "none", "lookup"
 MODEL, MEDUSA_TREE = "model", "medusa-tree"
+ADAPTIVE = "adaptive"  # before a colon and any other name: a controller sets the length of its drafts
 PREFIXES = (MODEL, MEDUSA_TREE)  # before a colon and a folder; a folder alone is a head, drafting as its kind does
 
 
@@ -38,18 +40,19 @@ PLAIN: dict[str, Callable[[int | None], Drafter]] = {
     "suffix-shared": lambda length: SuffixDrafter(_given(length, suffix.DRAFT_LENGTH)),
     "lookahead": lambda length: LookaheadDrafter(ngram=1 + _given(length, lookahead.NGRAM - 1)),
 }
-NAMES = f"a head's folder, {', '.join(f'{prefix}:FOLDER' for prefix in PREFIXES)}, {', '.join(PLAIN)}"
+NAMES = f"a head's folder, {', '.join(f'{prefix}:FOLDER' for prefix in PREFIXES)}, {', '.join(PLAIN)}, {ADAPTIVE}:NAME"
 # A head's kind -> its drafter, from the loaded head and the draft length asked for (None: all it has).
 HEAD_DRAFTERS: dict[str, Callable[[Any, int | None, Embed], Drafter]] = {"medusa": MedusaDrafter}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A drafter under the name it was asked for; `head` is its folder, None without one."""
+    """A drafter under the name it was asked for; `head` is its folder, None without one, `controller` sets its lengths."""
 
     name: str
     drafter: Drafter
     head: str | None
+    controller: LengthController | None = None
 
 
 def build(name: str, target: Target, draft_length: int | None) -> Contender:
@@ -58,6 +61,11 @@ def build(name: str, target: Target, draft_length: int | None) -> Contender:
     Raises HeadwayError for a name that is none of these, a head or draft model that does not fit the target, and a draft
     length that the drafter cannot give.
     """
+    if name.startswith(f"{ADAPTIVE}:"):
+        fixed = build(_without_adaptive(name), target, draft_length)
+        if isinstance(fixed.drafter, NoDrafter | LookaheadDrafter):
+            raise HeadwayError(f"{name}: '{fixed.name}' has no draft length to choose; leave out '{ADAPTIVE}:'")
+        return replace(fixed, name=name, controller=LengthController(fixed.drafter.depth))
     prefix, folder = _split(name)
     if name in PLAIN:
         return Contender(name, PLAIN[name](draft_length), None)
@@ -77,6 +85,7 @@ def build(name: str, target: Target, draft_length: int | None) -> Contender:
 
 def check_name(name: str) -> None:
     """Raise HeadwayError for a name that is no drafter's and no head's folder."""
+    name = _without_adaptive(name)
     prefix, folder = _split(name)
     if prefix == MODEL:
         resolve(folder)
@@ -86,6 +95,7 @@ def check_name(name: str) -> None:
 
 def fits(name: str, target: Target) -> str | None:
     """None where the head was trained for this target (or `name` is no head), else one line that names both."""
+    name = _without_adaptive(name)
     prefix, folder = _split(name)
     if name in PLAIN or prefix == MODEL:
         return None
@@ -100,12 +110,17 @@ def fits(name: str, target: Target) -> str | None:
 
 def origin(name: str) -> dict[str, Any] | None:
     """What a contender was made from, for the report: a head's manifest, a draft model's fingerprint, None for the rest."""
+    name = _without_adaptive(name)
     prefix, folder = _split(name)
     if name in PLAIN:
         return None
     if prefix == MODEL:
         return {"kind": "draft model", "fingerprint": fingerprint(resolve(folder))}
     return read_manifest(folder)
+
+
+def _without_adaptive(name: str) -> str:
+    return name.removeprefix(f"{ADAPTIVE}:")
 
 
 def _split(name: str) -> tuple[str | None, str]:

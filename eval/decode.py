@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from eval.adaptive import LengthController
 from eval.chooser import SeededChooser
 from eval.clock import Clock
 from eval.drafters import Committed, Drafter
@@ -84,14 +85,16 @@ def decode(
     prompts: Sequence[Sequence[int]],
     settings: Settings | None = None,
     listener: Callable[[int, list[int]], None] | None = None,
+    controller: LengthController | None = None,
 ) -> Ledger:
     """Decode a batch of prompts (token ids) and return the ledger: outputs in the order of the prompts, and rounds.
 
-    `listener` is told each row's number and new tokens as soon as they are certain.
+    `listener` is told each row's number and new tokens as soon as they are certain. `controller` sets each round's draft
+    length; it goes on learning from call to call.
     Raises HeadwayError for an empty prompt, a target that cannot roll back, prompts too long for the target, or logits
     that are not finite (naming row and position).
     """
-    return _Decoding(target, drafter, prompts, settings or Settings(), listener).run()
+    return _Decoding(target, drafter, prompts, settings or Settings(), listener, controller).run()
 
 
 class _Decoding:
@@ -104,11 +107,13 @@ class _Decoding:
         prompts: Sequence[Sequence[int]],
         settings: Settings,
         listener: Callable[[int, list[int]], None] | None,
+        controller: LengthController | None,
     ) -> None:
         for number, prompt in enumerate(prompts):
             if not len(prompt):
                 raise HeadwayError(f"prompt {number} has no tokens; give at least one (a BOS token, or a chat prompt)")
-        self.target, self.drafter, self.settings, self.listener = target, drafter, settings, listener
+        self.target, self.drafter, self.settings = target, drafter, settings
+        self.listener, self.controller = listener, controller
         self.rows = [_Row(list(prompt), list(prompt)) for prompt in prompts]
         self.stop_ids = target.eos_ids if settings.stop_ids is None else settings.stop_ids
         tokens = max(len(prompt) for prompt in prompts) + settings.max_new_tokens
@@ -132,6 +137,7 @@ class _Decoding:
         """Commit the prompts and draw each row's first token; returns those [B] and the pass's seconds."""
         started = self.clock.now()
         self.drafter.start(len(self.rows), self.chooser, self.settings.sampling)
+        self._begin()
         ids_BT, states = self.passes.prefill([row.prompt for row in self.rows])
         lengths_B = self.passes.cache.lengths_B
         last_B = lengths_B - 1
@@ -147,7 +153,8 @@ class _Decoding:
         """Draft, verify, commit, account; returns the next root [B]."""
         live = [row.stop is None for row in self.rows]
         started = self.clock.now()
-        tree = self.passes.fit(self.drafter.draft([row.ids for row in self.rows], root_B))
+        self._begin()
+        tree, asked = self._draft(root_B)
         drafted_at = self.clock.now()
         states = self.passes.verify(tree)
         verified = self._verify(states.last, tree)
@@ -160,8 +167,11 @@ class _Decoding:
         counts = [count + 1 if alive else 0 for count, alive in zip(kept.accepted, live, strict=True)]
         self.passes.commit(tree, verified.path_BL, counts_B * live_B, counts)
         self.drafter.observe(replace(_committed(tree, states, verified, counts_B), logits_BNV=self.logits_BNV))
-        host_s = self.clock.now() - verified_at
-        share = 1 / sum(live)
+        ended_at, taking_part = self.clock.now(), sum(live)
+        if self.controller is not None:
+            accepted = [count for count, alive in zip(kept.accepted, live, strict=True) if alive]
+            self.controller.observe(len(live), asked, accepted, ended_at - started)
+        share = 1 / taking_part
         for number, row in enumerate(self.rows):
             if live[number]:
                 self.ledger.rounds.append(
@@ -174,16 +184,29 @@ class _Decoding:
                         stop=row.stop,
                         draft_s=(drafted_at - started) * share,
                         verify_s=(verified_at - drafted_at) * share,
-                        host_s=host_s * share,
-                        rows=sum(live),
+                        host_s=(ended_at - verified_at) * share,
+                        rows=taking_part,
+                        asked=None if self.controller is None else asked,
                     )
                 )
         return verified.next_B
 
+    def _begin(self) -> None:
+        """Tell the chooser how far each output is; coins are keyed by that."""
+        emitted_B = torch.tensor([row.emitted for row in self.rows])
+        self.emitted_B = emitted_B.to(self.target.device, non_blocking=True)
+        self.chooser.begin(self.emitted_B)
+
+    def _draft(self, root_B: torch.Tensor) -> tuple[DraftTree, int]:
+        """The round's tree, and the length that was asked for: the controller's choice, or the drafter's own."""
+        length = None if self.controller is None else self.controller.choose(len(self.rows))
+        if length == 0:
+            return DraftTree.root_only(root_B), 0
+        tree = self.drafter.draft([row.ids for row in self.rows], root_B, length)
+        return self.passes.fit(tree), self.drafter.depth if length is None else length
+
     def _verify(self, last_BNH: torch.Tensor, tree: DraftTree) -> Verified:
         sampling, device = self.settings.sampling, self.target.device
-        self.emitted_B = torch.tensor([row.emitted for row in self.rows], device=device)
-        self.chooser.begin(self.emitted_B)
         context = None
         if sampling.needs_context:
             context = Context.of([row.ids for row in self.rows], [len(row.prompt) for row in self.rows], device)

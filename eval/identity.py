@@ -36,7 +36,9 @@ def identity(
         for contender in contenders:
             found = plain
             if contender is not baseline:
-                found = decode(target, contender.drafter, [ids], settings).outputs[0].ids
+                found = (
+                    decode(target, contender.drafter, [ids], settings, controller=contender.controller).outputs[0].ids
+                )
                 steps.advance(tokens)
             for other, name in ((plain, "the baseline"), (generated, "generate")):
                 if (position := first_difference(found, other)) is not None:

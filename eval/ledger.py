@@ -19,6 +19,7 @@ class Round:
     """One draft-and-verify round of one sequence.
 
     `position` is the length of the output before the round, the prefill token included, so a first round has 1.
+    `asked` is the draft length that a controller chose (eval/adaptive.py), 0 for none; None: as the drafter pleased.
     `drafted` counts the draft tokens proposed, `accepted` those verified before the cut, `emitted` the tokens kept
     after the cut, the target's own (bonus) token included. `stop` says what ended the output in this round: "eos",
     "stop" or "length"; None if it goes on.
@@ -37,6 +38,7 @@ class Round:
     verify_s: float
     host_s: float
     rows: int = 1
+    asked: int | None = None
 
     @property
     def seconds(self) -> float:

@@ -204,7 +204,7 @@ def describe(contender: Contender, options: Options, measured: protocol.Measured
         tree=None,
     )
     return describe_run(
-        contender.drafter.name,
+        contender.drafter.name if contender.controller is None else f"adaptive {contender.drafter.name}",
         contender.head,
         settings,
         measured.ledgers[contender.name],

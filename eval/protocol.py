@@ -54,7 +54,7 @@ def run(target: Target, contenders: Sequence[Contender], plan: Plan, steps: Step
     warm = replace(plan.settings, max_new_tokens=WARM_TOKENS)
     steps.heading("warm up")
     for _, ids, contender in _turns(contenders, [*plan.calibration, *plan.prompts], 1):
-        decode(target, contender.drafter, [ids], warm)
+        decode(target, contender.drafter, [ids], warm, controller=contender.controller)
         steps.advance(WARM_TOKENS)
 
     steps.heading("calibrate")
@@ -77,7 +77,8 @@ def _decode_all(
         number = turn % len(prompts)
         # one seed a repeat and prompt, the same for all contenders
         seeded = replace(settings, seed=settings.seed * 1_000_003 + turn)
-        ledgers[contender.name].absorb(decode(target, contender.drafter, [ids], seeded), [number])
+        ledger = decode(target, contender.drafter, [ids], seeded, controller=contender.controller)
+        ledgers[contender.name].absorb(ledger, [number])
         steps.advance(settings.max_new_tokens)
     for ledger in ledgers.values():
         ledger.check()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StopStringCriteria
 
+from eval.adaptive import LengthController
 from eval.contenders import BASELINE, build
 from eval.decode import Settings, decode
 from eval.drafters import Drafter
@@ -33,10 +34,10 @@ SAMPLED_ONLY = {"temperature", "top_k", "top_p", "min_p"}
 
 
 class SpeculativeDecoder:
-    """A target with a drafter. After each `generate`, `ledger` holds its rounds and seconds."""
+    """A target with a drafter, and a controller of its draft length if there is one. After each `generate`, `ledger` holds its rounds and seconds."""
 
-    def __init__(self, target: Target, drafter: Drafter) -> None:
-        self.target, self.drafter, self.tokenizer = target, drafter, target.tokenizer
+    def __init__(self, target: Target, drafter: Drafter, controller: LengthController | None = None) -> None:
+        self.target, self.drafter, self.controller, self.tokenizer = target, drafter, controller, target.tokenizer
         self.ledger = Ledger()
 
     @classmethod
@@ -45,7 +46,8 @@ class SpeculativeDecoder:
     ) -> SpeculativeDecoder:
         """Load a target, and a head by its folder or a drafter by its name (`eval.contenders.build`)."""
         loaded = Target.load(target, dtype, device)
-        return cls(loaded, build(head, loaded, None).drafter)
+        contender = build(head, loaded, None)
+        return cls(loaded, contender.drafter, contender.controller)
 
     def generate(
         self,
@@ -71,7 +73,7 @@ class SpeculativeDecoder:
         settings = self._settings(config, input_ids.shape[1], seed)
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        self.ledger = decode(self.target, self.drafter, prompts, settings, _tell(streamer))
+        self.ledger = decode(self.target, self.drafter, prompts, settings, _tell(streamer), self.controller)
         if streamer is not None:
             streamer.end()
         return self._joined(input_ids, config)

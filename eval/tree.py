@@ -64,6 +64,10 @@ class TreeShape:
         """Depth of the deepest node; 0 for the root alone."""
         return max(self.depths, default=0)
 
+    def cut(self, depth: int) -> TreeShape:
+        """The shape without the nodes that lie deeper."""
+        return TreeShape(tuple(path for path in self.paths if len(path) <= depth))
+
     @property
     def max_width(self) -> int:
         """Most children that any node has."""

@@ -40,12 +40,13 @@ class Committed:
 class Drafter(Protocol):
     """Proposes a tree a round. One object serves one `decode` call at a time; `start` makes it forget the last.
 
-    name: what reports call it; most_drafts: an upper bound of the nodes beside the root; taps: the layers whose inputs
-    `observe` wants to see.
+    name: what reports call it; most_drafts: an upper bound of the nodes beside the root; depth: how deep they may lie;
+    taps: the layers whose inputs `observe` wants to see.
     """
 
     name: str
     most_drafts: int
+    depth: int
     taps: tuple[int, ...]
 
     def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
@@ -57,5 +58,8 @@ class Drafter(Protocol):
     def observe(self, committed: Committed) -> None:
         """Learn what a pass committed: the prompt first, then each round's accepted path."""
 
-    def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
-        """The tree to verify next. `sequences` are the rows' ids so far, prompt and output, the root last."""
+    def draft(self, sequences: list[list[int]], root_B: torch.Tensor, length: int | None = None) -> DraftTree:
+        """The tree to verify next. `sequences` are the rows' ids so far, prompt and output, the root last.
+
+        `length`: how deep it may be this time, at least 1; None: as deep as it gets. A round without a draft does not ask.
+        """

@@ -127,7 +127,7 @@ class LookaheadDrafter:
         if width < 1 or ngram < 2 or entries < 1:
             raise HeadwayError(f"lookahead: width {width} and entries {entries} must be at least 1, ngram {ngram} 2")
         self.width, self.height, self.entries = width, ngram - 1, entries
-        self.most_drafts = (width + entries) * self.height
+        self.most_drafts, self.depth = (width + entries) * self.height, width - 1 + self.height
 
     def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
         """Empty pools."""
@@ -144,8 +144,10 @@ class LookaheadDrafter:
         rows_B1 = torch.arange(len(self._rows), device=self._below_BW.device)[:, None]
         self._chosen_BW = committed.logits_BNV[rows_B1, self._below_BW].argmax(-1)
 
-    def draft(self, sequences: list[list[int]], root_B: Tensor) -> DraftTree:
-        """The pool's continuations of the root, then the window."""
+    def draft(self, sequences: list[list[int]], root_B: Tensor, length: int | None = None) -> DraftTree:
+        """The pool's continuations of the root, then the window, which cannot be cut: `length` must be None."""
+        if length is not None:
+            raise ValueError("lookahead drafts a window of one size")
         chosen = [None] * len(sequences) if self._chosen_BW is None else self._chosen_BW.tolist()
         pairs = [row.draft(ids, choice) for row, ids, choice in zip(self._rows, sequences, chosen, strict=True)]
         below_BW = torch.tensor([row.below for row in self._rows])

@@ -59,7 +59,8 @@ class LookupDrafter:
     def __init__(self, draft_length: int = DRAFT_LENGTH, longest: int = LONGEST) -> None:
         if draft_length < 1 or longest < 1:
             raise HeadwayError(f"lookup: draft_length {draft_length} and longest {longest} must be at least 1")
-        self.most_drafts, self.longest = draft_length, longest
+        self.most_drafts = self.depth = draft_length
+        self.longest = longest
 
     def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
         """An empty index a row."""
@@ -68,7 +69,7 @@ class LookupDrafter:
     def observe(self, committed: Committed) -> None:
         """Nothing to learn: the texts are handed in with each draft."""
 
-    def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
+    def draft(self, sequences: list[list[int]], root_B: torch.Tensor, length: int | None = None) -> DraftTree:
         """A chain per row, as long as what was found."""
-        rows = zip(self._indices, sequences, strict=True)
-        return chains(root_B, [index.continuation(ids, self.most_drafts) for index, ids in rows])
+        rows, most = zip(self._indices, sequences, strict=True), length or self.depth
+        return chains(root_B, [index.continuation(ids, most) for index, ids in rows])

@@ -52,7 +52,8 @@ class MedusaDrafter:
         """
         if head.config.hydra and embed is None:
             raise HeadwayError("Hydra heads draft from the target's embedding; give it to the drafter")
-        self.head, self.most_drafts, self.embed = head, _heads_used(head, draft_length), embed
+        self.head, self.embed = head, embed
+        self.most_drafts = self.depth = _heads_used(head, draft_length)
 
     def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
         """Nothing to forget: `observe` replaces the state."""
@@ -61,9 +62,9 @@ class MedusaDrafter:
         """Keep the state that the next draft starts from."""
         self.state_BH = committed.final_BH()
 
-    def draft(self, sequences: list[list[int]], root_B: Tensor) -> DraftTree:
-        """A chain of `most_drafts` tokens a row."""
-        return DraftTree.chain(root_B, self.head.draft_ids(self.state_BH, root_B, self.embed, self.most_drafts))
+    def draft(self, sequences: list[list[int]], root_B: Tensor, length: int | None = None) -> DraftTree:
+        """A chain of `depth` tokens a row, or of `length`."""
+        return DraftTree.chain(root_B, self.head.draft_ids(self.state_BH, root_B, self.embed, length or self.depth))
 
 
 class MedusaTreeDrafter:
@@ -86,8 +87,8 @@ class MedusaTreeDrafter:
                 f"tree of depth {shape.max_depth} with candidate {max(shape.ranks, default=0)}: this checkpoint has "
                 f"{head.config.num_heads} heads with {head.config.output_size} candidates"
             )
-        self.head, self.shape = head, TreeShape(tuple(path for path in shape.paths if len(path) <= depth))
-        self.most_drafts = len(self.shape.paths)
+        self.head, self.shape = head, shape.cut(depth)
+        self.most_drafts, self.depth = len(self.shape.paths), self.shape.max_depth
         device = head.lm_head.weight.device
         self._width, self._target_ids_D = max(self.shape.ranks) + 1, head.target_ids()
         self._depth_M = torch.tensor(self.shape.depths, device=device) - 1
@@ -100,12 +101,13 @@ class MedusaTreeDrafter:
         """Keep the state that the next draft starts from."""
         self.state_BH = committed.final_BH()
 
-    def draft(self, sequences: list[list[int]], root_B: Tensor) -> DraftTree:
-        """The tree, filled with each head's candidates; one top-k for all heads."""
+    def draft(self, sequences: list[list[int]], root_B: Tensor, length: int | None = None) -> DraftTree:
+        """The tree, filled with each head's candidates; one top-k for all heads. `length` keeps its upper levels."""
         logits_BKD = self.head.draft_logits(self.state_BH)
         candidates_BKR = logits_BKD.topk(self._width).indices
         tokens_BM = self._target_ids_D[candidates_BKR[:, self._depth_M, self._rank_M]]
-        return DraftTree.static(root_B, tokens_BM, self.shape)
+        shape = self.shape if length is None else self.shape.cut(length)
+        return DraftTree.static(root_B, tokens_BM[:, : len(shape.paths)], shape)
 
 
 def _heads_used(head: MedusaHead, draft_length: int | None) -> int:

@@ -113,7 +113,8 @@ class ModelDrafter:
         if draft.device != target.device:
             raise HeadwayError(f"draft model '{draft.name}' is on {draft.device}, the target on {target.device}")
         self.model, self.vocab_size, self.sampled = draft, target.vocab_size, sampled
-        self.most_drafts, self.limit = draft_length, position_limit(draft)
+        self.most_drafts = self.depth = draft_length
+        self.limit = position_limit(draft)
         self._told = False
 
     def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
@@ -127,12 +128,13 @@ class ModelDrafter:
         if self._start_B is None:
             self._start_B = committed.counts_B
 
-    def draft(self, sequences: list[list[int]], root_B: Tensor) -> DraftTree:
-        """A chain a row: `most_drafts` tokens, fewer where the draft's positions end."""
-        counts = [min(self.most_drafts, max(0, self.limit + 1 - len(ids))) for ids in sequences]
-        self._tell(counts)
-        length = max(counts)
-        if length == 0:
+    def draft(self, sequences: list[list[int]], root_B: Tensor, length: int | None = None) -> DraftTree:
+        """A chain a row: `depth` tokens or `length`, fewer where the draft's positions end."""
+        most = length or self.depth
+        counts = [min(most, max(0, self.limit + 1 - len(ids))) for ids in sequences]
+        self._tell(counts, most)
+        deepest = max(counts)
+        if deepest == 0:
             return DraftTree.root_only(root_B)
         counts_B = torch.tensor(counts).to(root_B.device, non_blocking=True)
         last_BH = self._passes.follow(sequences)
@@ -140,11 +142,11 @@ class ModelDrafter:
         context = draft_context(self._sampling, sequences, self._start_B)
         draws = ChainDraws(self._sampling, self._chooser, context, counts_B)
         token_B = draws.draw(self._logits(last_BH))
-        for depth in range(1, length):
+        for depth in range(1, deepest):
             grown = [int(count > depth) for count in counts]
             last_BH = self._passes.step(token_B, (counts_B > depth).long(), grown)
             token_B = draws.draw(self._logits(last_BH))
-        return draws.tree(root_B, ragged=min(counts) < length)
+        return draws.tree(root_B, ragged=min(counts) < deepest)
 
     def _logits(self, last_BH: Tensor) -> Tensor:
         """[B, V] over the target's ids: rows that only the draft has are cut, rows that it lacks cannot be drafted."""
@@ -152,8 +154,8 @@ class ModelDrafter:
         missing = self.vocab_size - logits_BV.shape[1]
         return F.pad(logits_BV, (0, missing), value=-torch.inf) if missing else logits_BV
 
-    def _tell(self, counts: list[int]) -> None:
-        if min(counts) < self.most_drafts and not self._told:
+    def _tell(self, counts: list[int], most: int) -> None:
+        if min(counts) < most and not self._told:
             self._told = True
             log.warning(
                 "draft model '%s' has %d positions: texts that reach them are decoded without drafts from there on",

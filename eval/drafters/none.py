@@ -14,7 +14,7 @@ class NoDrafter:
     """One token a pass, plain autoregressive decoding."""
 
     name = "none"
-    most_drafts = 0
+    most_drafts = depth = 0
     taps: tuple[int, ...] = ()
 
     def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
@@ -23,6 +23,6 @@ class NoDrafter:
     def observe(self, committed: Committed) -> None:
         """Nothing to learn."""
 
-    def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
+    def draft(self, sequences: list[list[int]], root_B: torch.Tensor, length: int | None = None) -> DraftTree:
         """The root alone."""
         return DraftTree.root_only(root_B)

@@ -98,7 +98,7 @@ class SuffixDrafter:
             raise HeadwayError(
                 f"suffix: draft_length {draft_length} must be at least 1, remembered {remembered} not negative"
             )
-        self.most_drafts = draft_length
+        self.most_drafts = self.depth = draft_length
         self._memory = Memory(remembered)
         self._rows: list[_Row] = []
 
@@ -112,8 +112,8 @@ class SuffixDrafter:
     def observe(self, committed: Committed) -> None:
         """Nothing to learn: the texts are handed in with each draft."""
 
-    def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
+    def draft(self, sequences: list[list[int]], root_B: torch.Tensor, length: int | None = None) -> DraftTree:
         """A chain a row, as long as the rule allows."""
         for row, ids in zip(self._rows, sequences, strict=True):
             row.read(ids)
-        return chains(root_B, [row.draft(self.most_drafts) for row in self._rows])
+        return chains(root_B, [row.draft(length or self.depth) for row in self._rows])

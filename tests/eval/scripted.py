@@ -26,6 +26,7 @@ class ScriptedDrafter:
         vocabulary: int = 288,
     ) -> None:
         self.texts, self.length, self.wrong, self.tree, self.vocabulary = texts, length, wrong, tree, vocabulary
+        self.depth = length
         self.most_drafts = length * (2 if tree else 1)
 
     def start(self, *_: object) -> None:
@@ -34,12 +35,12 @@ class ScriptedDrafter:
     def observe(self, committed: Committed) -> None:
         pass
 
-    def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
-        return DraftTree.from_lists(root_B, [self._nodes(ids) for ids in sequences])
+    def draft(self, sequences: list[list[int]], root_B: torch.Tensor, length: int | None = None) -> DraftTree:
+        return DraftTree.from_lists(root_B, [self._nodes(ids, length or self.length) for ids in sequences])
 
-    def _nodes(self, ids: list[int]) -> list[tuple[int, int]]:
+    def _nodes(self, ids: list[int], length: int) -> list[tuple[int, int]]:
         prompt, text = next(item for item in self.texts.items() if tuple(ids[: len(item[0])]) == item[0])
-        right = [*prompt, *text][len(ids) : len(ids) + self.length]
+        right = [*prompt, *text][len(ids) : len(ids) + length]
         pairs: list[tuple[int, int]] = []
         parent = 0
         for depth, token in enumerate(right):

@@ -56,7 +56,7 @@ def test_cache_holds_what_a_plain_prefill_of_the_text_holds(case: Case, grown: l
     lengths: list[int] = []
 
     class Watched(type(case.scripted(3, 4, tree))):  # type: ignore[misc]
-        def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
+        def draft(self, sequences: list[list[int]], root_B: torch.Tensor, length: int | None = None) -> DraftTree:
             if not lengths:
                 self.stopped = [False] * len(sequences)
             for row, ids in enumerate(sequences):

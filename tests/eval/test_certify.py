@@ -40,7 +40,7 @@ class TextDrafter:
     name, taps = "text", ()
 
     def __init__(self, prompt: list[int], text: list[int], length: int) -> None:
-        self.prompt, self.text, self.most_drafts = prompt, text, length
+        self.prompt, self.text, self.most_drafts, self.depth = prompt, text, length, length
 
     def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
         pass
@@ -48,7 +48,7 @@ class TextDrafter:
     def observe(self, committed: Committed) -> None:
         pass
 
-    def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
+    def draft(self, sequences: list[list[int]], root_B: torch.Tensor, length: int | None = None) -> DraftTree:
         done = len(sequences[0]) - len(self.prompt)
         return DraftTree.chain(root_B, torch.tensor([self.text[done : done + self.most_drafts]], dtype=torch.int64))
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from eval.cache import SlotCache
-from eval.chooser import Chooser
 from eval.decode import Settings, decode
-from eval.drafters import Committed, Drafter
+from eval.drafters import Drafter
 from eval.drafters.lookup import LookupDrafter, RunIndex
 from eval.drafters.none import NoDrafter
 from eval.passes import TargetPasses
@@ -19,43 +18,10 @@ from eval.sampling import Sampling
 from eval.tree import DraftTree, TreeShape
 from heads.errors import HeadwayError
 from heads.target import Target
+from tests.eval.scripted import ScriptedDrafter
 
 NEW = 24
 LONG = 4  # a prompt whose greedy text does not end within NEW tokens
-
-
-class ScriptedDrafter:
-    """Drafts the text it was told the target writes, with every `wrong`-th draft token spoilt; optionally as a tree."""
-
-    name, taps = "scripted", ()
-
-    def __init__(self, texts: dict[tuple[int, ...], list[int]], length: int, wrong: int, tree: bool = False) -> None:
-        self.texts, self.most_drafts, self.wrong, self.tree = texts, length * (2 if tree else 1), wrong, tree
-        self.length = length
-
-    def start(self, rows: int, chooser: Chooser, sampling: Sampling) -> None:
-        pass
-
-    def observe(self, committed: Committed) -> None:
-        pass
-
-    def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
-        rows = []
-        for ids in sequences:
-            text = next(text for prompt, text in self.texts.items() if tuple(ids[: len(prompt)]) == prompt)
-            full = [*next(prompt for prompt in self.texts if tuple(ids[: len(prompt)]) == prompt), *text]
-            right = full[len(ids) : len(ids) + self.length]
-            pairs, parent = [], 0
-            for depth, token in enumerate(right):
-                spoilt = (len(ids) + depth) % self.wrong == 0
-                if self.tree:  # a wrong sibling before the right one, so that accepted slots must be moved
-                    pairs += [((token + 1) % 288, parent), (token, parent)]
-                    parent = len(pairs)
-                else:
-                    pairs.append(((token + spoilt) % 288, parent))
-                    parent = len(pairs)
-            rows.append(pairs)
-        return DraftTree.from_lists(root_B, rows)
 
 
 @pytest.fixture(scope="module")

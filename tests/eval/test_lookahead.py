@@ -60,7 +60,7 @@ class Watched(LookaheadDrafter):
                 assert int(logits_V.argmax()) == choice
                 self.checked += 1
 
-    def draft(self, sequences: list[list[int]], root_B: torch.Tensor) -> DraftTree:
+    def draft(self, sequences: list[list[int]], root_B: torch.Tensor, length: int | None = None) -> DraftTree:
         first = self._chosen_BW is None
         tree = super().draft(sequences, root_B)
         if first:

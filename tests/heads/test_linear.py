@@ -21,7 +21,8 @@ def test_equals_the_product_in_float64(rows: int, dtype: torch.dtype) -> None:
         x, weight = (torch.randn(n, inputs, generator=generator).to(dtype) for n in (rows, outputs))
         bias = torch.randn(outputs, generator=generator).to(dtype)
         y = few_rows_linear(x.view(1, rows, inputs), weight, bias)
-        assert y.shape == (1, rows, outputs) and y.dtype == dtype
+        assert y.shape == (1, rows, outputs)
+        assert y.dtype == dtype
         exact = F.linear(x.double(), weight.double(), bias.double())
         # bfloat16 keeps 8 bits: half a unit in the last place of the result, and sums in float32 before it
         bound = 1e-4 + (exact.abs() * 2**-8 if dtype == torch.bfloat16 else 0)
