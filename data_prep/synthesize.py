@@ -2,30 +2,30 @@
 
     python data_prep/synthesize.py --out FILE
     python data_prep/synthesize.py --target DIR_OR_HUB_ID --count 5000 --out FILE
+    python data_prep/synthesize.py --topics "sailing boats;Python programming" --out FILE
 
 Given its chat template up to the user marker, a chat model goes on with what a user might say (no other data is
-needed). Shapes: B rows, T positions, V vocabulary.
+needed). `data_prep/seeds.py` says how topics, a language and first words steer it. Shapes: B rows, T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
+from jinja2.exceptions import TemplateError
 from jsonargparse import ArgumentError, ArgumentParser
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from data_prep.nucleus import Sampler
 from data_prep.prompts import normalised
-from data_prep.writer import Writer, sample_nucleus
+from data_prep.seeds import Seed, Seeds
+from data_prep.work import Counter, Work
+from data_prep.writer import Text, Writer
 from heads.errors import HeadwayError, atomic_write_text, run_script
 from heads.target import DEFAULT_TARGET, Target
 
@@ -41,6 +41,12 @@ class Settings:
         target: embedded name, local folder or Hub id
         out: JSON lines file to write; a run that was killed goes on from the work file beside it
         count: user turns to invent; the few answers whose text does not give their own tokens back are left out
+        system: a system turn before the invented user turns
+        topics: what the user turns are about, in turn: a file with one a line, or a list separated by semicolons
+        language: the language of the user turns, by its English name
+        openings: first words of the user turns, in turn: a file or a list, as --topics
+        keep_system: leave the system turn that steers (--system, --topics, --language) in the conversations, so that
+            it is answered too; without it the answers are those to the user turn alone
         two_turns: conversations that get a second exchange
         seed: of the sampled user turns
         max_user_tokens: a user turn that has not ended by then is thrown away
@@ -55,6 +61,11 @@ class Settings:
     target: str = DEFAULT_TARGET
     out: Path = Path("artifacts/conversations.jsonl")
     count: int = 1200
+    system: str = ""
+    topics: str = ""
+    language: str = ""
+    openings: str = ""
+    keep_system: bool = False
     two_turns: int = 100
     seed: int = 0
     max_user_tokens: int = 48
@@ -73,63 +84,47 @@ class Settings:
             raise HeadwayError("--two_turns must be at least 0, --temperature above 0, --top_p above 0 and at most 1")
 
 
-class Work:
-    """Finished batches of a run, one JSON line each, so that a kill loses one batch.
-
-    Raises HeadwayError when the file belongs to a run with other settings.
-    """
-
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path = path
-        self.done: dict[str, Any] = {}
-        header = json.dumps({"settings": settings}, sort_keys=True)
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline was cut
-        if lines and lines[0].decode() != header:
-            raise HeadwayError(
-                f"{path}: line 1: was begun with other settings; repeat those, or remove it to start anew"
-            )
-        self.done = {entry["batch"]: entry["rows"] for entry in map(json.loads, lines[1:])}
-        path.write_bytes(b"".join(line + b"\n" for line in lines or [header.encode()]))
-
-    def run(self, batch: str, compute: Callable[[], list[Any]]) -> list[Any]:
-        """The rows of a batch: as stored, or computed and stored."""
-        if batch not in self.done:
-            self.done[batch] = compute()
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"batch": batch, "rows": self.done[batch]}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        return self.done[batch]
-
-
 class Author(Writer):
     """A target that invents user turns and answers them."""
 
-    def user_prompt(self, messages: list[Message]) -> list[int]:
-        """Ids of a conversation so far and the marker that opens the next user turn."""
-        text = self.tokenizer.apply_chat_template([*messages, {"role": "user", "content": MARK}], tokenize=False)
-        return self.tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"]
+    def user_prompt(self, messages: list[Message], opening: str = "") -> list[int]:
+        """Ids of a conversation so far, the marker that opens the next user turn, and that turn's first words.
 
-    def invent(self, histories: Sequence[list[Message]], settings: Settings, name: str) -> list[str | None]:
-        """One sampled user turn for each history; None where it did not end in time or is no sane text."""
-        seed = int.from_bytes(hashlib.sha256(f"{settings.seed} {name}".encode()).digest()[:7], "big")
-        generator = torch.Generator(self.target.device).manual_seed(seed)
-        prompts = [self.user_prompt(history) for history in histories]
-        rows = self.write(
-            prompts,
-            settings.max_user_tokens,
-            lambda logits_BV: sample_nucleus(logits_BV, settings.temperature, settings.top_p, generator),
-        )
-        return [self.sane_text(ids) for ids in rows]
+        Raises HeadwayError when the chat template refuses the messages.
+        """
+        try:
+            text = self.target.tokenizer.apply_chat_template(
+                [*messages, {"role": "user", "content": MARK}], tokenize=False
+            )
+        except TemplateError as error:
+            raise HeadwayError(
+                f"target '{self.target.name}': its chat template refuses a {messages[0]['role']} turn ({error}); leave "
+                "out --system, --topics and --language; --openings need none"
+            ) from error
+        return self.target.tokenizer(text[: text.index(MARK)] + opening, add_special_tokens=False)["input_ids"]
 
-    def sane_text(self, ids: list[int]) -> str | None:
-        """The text of an ended turn, or None: cut, without letters, with markers or unprintable characters."""
+    def invent(
+        self, histories: Sequence[list[Message]], settings: Settings, name: str, openings: Sequence[str] = ()
+    ) -> list[str | None]:
+        """One sampled user turn for each history, with its opening; None where it did not end in time or is no sane
+        text."""
+        begun = list(openings) or [""] * len(histories)
+        texts = [
+            Text(self.user_prompt(history, opening), settings.max_user_tokens, _seed(f"{settings.seed} {name} {row}"))
+            for row, (history, opening) in enumerate(zip(histories, begun, strict=True))
+        ]
+        rows = self.write_all(texts, Sampler(settings.temperature, settings.top_p))
+        return [self.sane_text(ids, opening) for ids, opening in zip(rows, begun, strict=True)]
+
+    def sane_text(self, ids: list[int], opening: str = "") -> str | None:
+        """The text of an ended turn behind its opening, or None: cut, without letters, with markers or unprintable
+        characters."""
         if ids[-1] not in self.target.eos_ids:
             return None
-        if set(ids[:-1]) & set(self.tokenizer.all_special_ids):
+        if set(ids[:-1]) & set(self.target.tokenizer.all_special_ids):
             return None
-        text = self.tokenizer.decode(ids[:-1]).strip()
-        if any(marker in text for marker in self.tokenizer.all_special_tokens):
+        text = (opening + self.target.tokenizer.decode(ids[:-1])).strip()
+        if any(marker in text for marker in self.target.tokenizer.all_special_tokens):
             return None
         unprintable = any(c == "\ufffd" or (unicodedata.category(c)[0] == "C" and c not in "\n\t") for c in text)
         return None if unprintable or sum(c.isalpha() for c in text) < 3 else text
@@ -138,42 +133,26 @@ class Author(Writer):
         """(text, finish_reason) of the greedy answer to each history; None where the text is empty or would not be
         tokenised to what the target wrote."""
         texts = [self._opened(history) for history in histories]
-        prompts = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        rows = self.write(prompts, most, lambda logits_BV: logits_BV.argmax(-1))
+        prompts = [self.target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        rows = self.write_all([Text(prompt, most) for prompt in prompts])
         answers: list[tuple[str, str] | None] = []
         for history, prompt, ids in zip(histories, prompts, rows, strict=True):
             ended = ids[-1] in self.target.eos_ids
-            said = self.tokenizer.decode(ids[:-1] if ended else ids)
-            whole = self.tokenizer.apply_chat_template(
+            said = self.target.tokenizer.decode(ids[:-1] if ended else ids)
+            whole = self.target.tokenizer.apply_chat_template(
                 [*history, {"role": "assistant", "content": said}], tokenize=False
             )
-            again = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
+            again = self.target.tokenizer(whole, add_special_tokens=False)["input_ids"]
             exact = again[: len(prompt) + len(ids)] == prompt + ids
             answers.append((said, "stop" if ended else "length") if exact and said.strip() else None)
         return answers
 
     def _opened(self, history: list[Message]) -> str:
-        return self.tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
+        return self.target.tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
 
 
-class Counter:
-    """A bar with the time left on a terminal, else a line a batch."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self.label, self.total = label, total
-        self.console = Console()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal)
-        self.task = self.bar.add_task(label, total=total)
-        self.bar.start()
-
-    def show(self, done: int) -> None:
-        """Set what is done; the bar stops when that is everything."""
-        self.bar.update(self.task, completed=min(done, self.total))
-        if not self.console.is_terminal:
-            print(f"{self.label}: {min(done, self.total)} of {self.total}", flush=True)
-        if done >= self.total:
-            self.bar.stop()
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
 def conversation_id(text: str) -> str:
@@ -181,17 +160,19 @@ def conversation_id(text: str) -> str:
     return f"syn-{hashlib.sha256(normalised(text).encode()).hexdigest()[:12]}"
 
 
-def opening_turns(writer: Author, work: Work, settings: Settings) -> dict[str, str]:
-    """`count` user turns, id -> text, no two with the same normalised text."""
-    turns: dict[str, str] = {}
+def opening_turns(writer: Author, work: Work, settings: Settings, seeds: Seeds) -> dict[str, tuple[str, Seed]]:
+    """`count` user turns, id -> (text, what steered it), no two with the same normalised text."""
+    turns: dict[str, tuple[str, Seed]] = {}
     counter = Counter("user turns", settings.count)
     number = barren = 0
     while len(turns) < settings.count:
         name, before = f"turns {number}", len(turns)
-        found = work.run(name, lambda name=name: writer.invent([[]] * settings.batch_size, settings, name))  # type: ignore[misc]
-        for text in filter(None, found):
-            if len(turns) < settings.count:
-                turns.setdefault(conversation_id(text), text)
+        steered = [seeds[number * settings.batch_size + row] for row in range(settings.batch_size)]
+        histories, openings = [seed.turn() for seed in steered], [seed.opening for seed in steered]
+        found = work.run(name, lambda name=name, h=histories, o=openings: writer.invent(h, settings, name, o))  # type: ignore[misc]
+        for text, seed in zip(found, steered, strict=True):
+            if text is not None and len(turns) < settings.count:
+                turns.setdefault(conversation_id(text), (text, seed))
         number, barren = number + 1, barren + 1 if len(turns) == before else 0
         if barren == 20:
             raise HeadwayError(
@@ -227,17 +208,23 @@ def exchange(
 
 
 def second_turns(
-    writer: Author, work: Work, settings: Settings, answered: dict[str, tuple[list[Message], str]]
+    writer: Author,
+    work: Work,
+    settings: Settings,
+    answered: dict[str, tuple[list[Message], str]],
+    turns: dict[str, tuple[str, Seed]],
 ) -> dict[str, list[Message]]:
     """Invent a second user turn for the first `two_turns` conversations, by id, whose answer came to its end."""
     ids = [key for key in sorted(answered) if answered[key][1] == "stop"][: settings.two_turns]
     chosen = {key: answered[key][0] for key in ids}
     asked: dict[str, list[Message]] = {}
     for number, group in enumerate(batches(chosen, settings.batch_size)):
-        name, histories = f"second turns {number}", [chosen[key] for key in group]
+        name = f"second turns {number}"
+        steering = [[] if settings.keep_system else turns[key][1].turn() for key in group]  # what is kept is there
+        histories = [[*system, *chosen[key]] for system, key in zip(steering, group, strict=True)]
         found = work.run(name, lambda name=name, histories=histories: writer.invent(histories, settings, name))  # type: ignore[misc]
         for key, text in zip(group, found, strict=True):
-            if text is not None and normalised(text) != normalised(chosen[key][0]["content"]):
+            if text is not None and normalised(text) != normalised(turns[key][0]):
                 asked[key] = [*chosen[key], {"role": "user", "content": text}]
     return asked
 
@@ -247,15 +234,20 @@ def synthesize(settings: Settings) -> None:
     if settings.out.is_dir():
         raise HeadwayError(f"{settings.out}: --out is a folder; give a file name")
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    writer = Author(Target.load(settings.target, settings.dtype, settings.device))
+    writer = Author(Target.load(settings.target, settings.dtype, settings.device), settings.batch_size)
+    seeds = Seeds(settings.system, settings.topics, settings.language, settings.openings)
     header = {key: str(value) for key, value in asdict(settings).items() if key not in ("target", "out")}
+    header |= {"topics": str(seeds.topics), "openings": str(seeds.openings)}  # a file's content, not its name
     work = Work(
         settings.out.with_name(f"{settings.out.name}.work"), header | {"fingerprint": writer.target.fingerprint}
     )
-    turns = opening_turns(writer, work, settings)
-    opened = {key: [{"role": "user", "content": text}] for key, text in turns.items()}
+    turns = opening_turns(writer, work, settings, seeds)
+    opened = {
+        key: [*(seed.turn() if settings.keep_system else []), {"role": "user", "content": text}]
+        for key, (text, seed) in turns.items()
+    }
     answered = exchange(writer, work, settings, "answers", opened)
-    asked = second_turns(writer, work, settings, answered)
+    asked = second_turns(writer, work, settings, answered, turns)
     answered |= exchange(writer, work, settings, "second answers", asked)
     rows = [{"id": key, "messages": answered[key][0], "finish_reason": answered[key][1]} for key in sorted(answered)]
     atomic_write_text(settings.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from data_prep import synthesize as script
-from data_prep.conversations import prompt_ids, read_conversations
+from data_prep.conversations import read_conversations
 from data_prep.synthesize import (
     Author,
     Settings,
@@ -21,7 +21,6 @@ from data_prep.synthesize import (
     normalised,
     synthesize,
 )
-from data_prep.writer import Writer, sample_nucleus
 from heads.errors import HeadwayError
 from heads.target import Target
 
@@ -66,31 +65,6 @@ def settings(target: Target, talks: None, tmp_path: Path) -> Make:
         return Settings(**(usual | changes))
 
     return make
-
-
-def test_greedy_rows_equal_generate(target: Target) -> None:
-    writer = Writer(target)
-    histories = [[{"role": "user", "content": "the cat sat on a mat " * n + "run " * (n % 2)}] for n in range(1, 8)]
-    prompts = [prompt_ids(target.tokenizer, history) for history in histories]
-    stop = greedy(writer, prompts)[2][9]  # stands for the stop token, which a random model hardly ever says
-    target.eos_ids = (stop,)
-    written = greedy(writer, prompts)
-    for prompt, ids in zip(prompts, written, strict=True):
-        prompt_1T = torch.tensor([prompt])
-        alone = target.model.generate(
-            prompt_1T,
-            attention_mask=prompt_1T.new_ones(1, len(prompt)),
-            do_sample=False,
-            max_new_tokens=20,
-            eos_token_id=stop,
-        )[0]
-        assert ids == alone[len(prompt) :].tolist()
-    assert len({len(ids) for ids in written}) > 1  # some ended, and left the batch, before the others
-    assert greedy(writer, prompts[:1]) == written[:1]
-
-
-def greedy(writer: Writer, prompts: list[list[int]]) -> list[list[int]]:
-    return writer.write(prompts, 20, lambda logits_BV: logits_BV.argmax(-1))
 
 
 def test_files_are_good_conversations(settings: Make, target: Target) -> None:
@@ -165,29 +139,8 @@ def test_a_target_that_cannot_end_is_refused(settings: Make) -> None:
         synthesize(settings(max_user_tokens=1))
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.95), (1.0, 0.3), (0.5, 0.7), (2.0, 1.0)])
-def test_nucleus_law(temperature: float, top_p: float) -> None:
-    """Against the law written out: sort, keep tokens until `top_p` is reached, renormalise."""
-    draws, generator = 20_000, torch.Generator().manual_seed(5)
-    for seed in range(3):
-        logits_V = torch.randn(12, generator=torch.Generator().manual_seed(seed)) * 1.5
-        weights = sorted(enumerate((logits_V.double() / temperature).exp().tolist()), key=lambda pair: -pair[1])
-        total, reached = sum(weight for _, weight in weights), 0.0
-        law = [0.0] * 12
-        for token, weight in weights:
-            if reached < top_p * total:
-                law[token] = weight
-            reached += weight
-        law = [weight / sum(law) for weight in law]
-        drawn = sample_nucleus(logits_V.expand(draws, -1), temperature, top_p, generator)
-        counts = torch.bincount(drawn, minlength=12).tolist()
-        chi_square = sum((c - draws * p) ** 2 / (draws * p) for c, p in zip(counts, law, strict=True) if p)
-        assert all(count == 0 for count, p in zip(counts, law, strict=True) if p == 0)
-        assert chi_square < 33.1  # 11 degrees of freedom: p = 0.0005
-
-
 def test_sane_text(target: Target) -> None:
-    writer = Author(target)
+    writer = Author(target, 4)
     stop = writer.target.eos_ids[0]
 
     def ids(text: str) -> list[int]:
