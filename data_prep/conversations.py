@@ -2,7 +2,17 @@
 
     python data_prep/conversations.py show FILE --row N [--target NAME]
 
-One conversation is one JSON line: {"id", "messages": [{"role", "content"}, ...], "finish_reason": "stop" | "length"}.
+One conversation is one JSON line:
+
+| field | holds |
+|---|---|
+| `messages` | [{"role", "content"}, ...]; an assistant's may have `tool_calls`, with content or without, and `reasoning_content` (or `thinking`, `reasoning`): what it thought before the content. Other fields are the template's to use |
+| `id` | a text; else one is made of the content |
+| `finish_reason` | "stop", or "length" where the last answer was cut |
+| `tools` | list of tool schemas that the target was given |
+| `template_options` | variables of the chat template when the answers were written, such as {"enable_thinking": false} |
+
+All but `messages` may be missing or null, in any row. Content is what the target wrote, as it wrote it.
 """
 
 from __future__ import annotations
@@ -10,22 +20,36 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from jsonargparse import ArgumentError, ArgumentParser
 
+from data_prep.render import REASONING, Rendered, prompt_ids, render, render_all
 from heads.errors import HeadwayError, run_script
 from heads.target import DEFAULT_TARGET
 
+__all__ = [
+    "SAMPLES",
+    "Conversation",
+    "Rendered",
+    "parse_conversation",
+    "prompt_ids",
+    "read_conversations",
+    "render",
+    "render_all",
+    "split_heldout",
+]
 SAMPLES = Path(__file__).resolve().parent / "samples" / "smollm2-conversations.jsonl"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FINISH_REASONS = ("stop", "length")
+MAX_DEPTH = 64  # of objects and lists in a row: deeper ones overflow the stack of what prints them
 
 
 @dataclass(frozen=True)
@@ -35,15 +59,15 @@ class Conversation:
     id: str
     messages: list[dict[str, Any]]
     finish_reason: str = "stop"
+    tools: list[dict[str, Any]] | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Rendered:
-    """Token ids of a conversation; `turn[t]` is 0 where token t is not supervised, and k where it belongs to the
-    k-th assistant turn (from 1), the turn's terminator included."""
-
-    ids: list[int]
-    turn: list[int]
+    def content_hash(self) -> str:
+        """Hex SHA-256 of all but the id."""
+        content: list[Any] = [self.messages, self.finish_reason]
+        if self.tools or self.template_options:
+            content += [self.tools, self.template_options]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_conversations(path: str | Path) -> list[Conversation]:
@@ -80,65 +104,137 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _parse_json(raw: bytes, where: str) -> Any:
+def _parse_json(text: str | bytes, where: str) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
     except UnicodeDecodeError as error:
         raise HeadwayError(f"{where}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise HeadwayError(
             f"{where}: malformed JSON at column {error.colno} ({error.msg}); mend or remove the line"
         ) from error
-    except (RecursionError, ValueError) as error:  # nested too deep; a number of too many digits
+    except (RecursionError, ValueError) as error:  # nested too deep; a number of too many digits; the two hooks
         raise HeadwayError(f"{where}: JSON that cannot be read ({error}); mend or remove the line") from error
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, none of whose fields is given twice: readers differ in which of the two they keep."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"field {short(counts.most_common(1)[0][0])} is given twice")
+    return fields
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
 def parse_conversation(row: Any, where: str) -> Conversation:
-    """One row as a Conversation. `where` names it in errors.
+    """One row as a Conversation; optional fields that are null count as missing, and tool arguments given as a JSON
+    text become the object that chat templates print. `where` names the row in errors.
 
     Raises HeadwayError for a missing or wrong field, an unknown role, or no assistant turn to learn from.
     """
     if not isinstance(row, dict):
         raise HeadwayError(f"{where}: {_kind(row)} instead of an object; write {{'messages': [...]}}")
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        what = "no 'messages'" if messages is None else "'messages' is not a list of at least one message"
+    _check_values(row, where)
+    given = row.get("messages")
+    if not isinstance(given, list) or not given:
+        what = "no 'messages'" if given is None else "'messages' is not a list of at least one message"
         raise HeadwayError(f"{where}: {what}; write 'messages': [{{'role': 'user', 'content': ...}}, ...]")
-    for number, message in enumerate(messages, 1):
-        _check_message(message, f"{where}: message {number}")
-    if row.get("tools"):
-        raise HeadwayError(f"{where}: 'tools' are not rendered yet; remove the row")
+    messages = [_message(message, f"{where}: message {number}") for number, message in enumerate(given, 1)]
     if all(message["role"] != "assistant" for message in messages):
         raise HeadwayError(f"{where}: no assistant turn, so nothing to learn; add the answer or remove the line")
-    finish = row.get("finish_reason", "stop")
+    tools = row.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise HeadwayError(f"{where}: 'tools' is not a list of objects; give the tools' schemas, or leave it out")
+    options = {} if row.get("template_options") is None else row["template_options"]
+    if not isinstance(options, dict):
+        raise HeadwayError(f"{where}: 'template_options' is {_kind(options)}; give an object, or leave it out")
+    unnamed = Conversation("", messages, _finish_reason(row, messages[-1], where), tools, options)
+    return replace(unnamed, id=_id(row, where) or f"row-{unnamed.content_hash()[:16]}")
+
+
+def _check_values(row: dict[str, Any], where: str) -> None:
+    """Raise HeadwayError for values that a template could not print as they were meant."""
+    level: list[Any] = [row]
+    for _ in range(MAX_DEPTH):
+        for value in level:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise HeadwayError(f"{where}: a number that is not finite; mend or remove the line")
+            if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+                raise HeadwayError(f"{where}: half a surrogate pair, which is no character; mend or remove the line")
+        inside = [[*value, *value.values()] if isinstance(value, dict) else value for value in level]
+        level = [each for values in inside if isinstance(values, list) for each in values]
+        if not level:
+            return
+    raise HeadwayError(f"{where}: nested more than {MAX_DEPTH} deep; mend or remove the line")
+
+
+def _finish_reason(row: dict[str, Any], last: dict[str, Any], where: str) -> str:
+    finish = "stop" if row.get("finish_reason") is None else row["finish_reason"]
     if finish not in FINISH_REASONS:
-        raise HeadwayError(f"{where}: finish_reason {finish!r}; it is 'stop', or 'length' for a cut last answer")
-    if finish == "length" and messages[-1]["role"] != "assistant":
+        raise HeadwayError(f"{where}: finish_reason {short(finish)}; it is 'stop', or 'length' for a cut last answer")
+    if finish == "length" and last["role"] != "assistant":
         raise HeadwayError(
             f"{where}: finish_reason 'length' says that the last answer was cut, but the last message is the "
-            f"{messages[-1]['role']}'s; put 'stop' or remove what follows the answer"
+            f"{last['role']}'s; put 'stop' or remove what follows the answer"
         )
-    return Conversation(_id(row, where), messages, finish)
+    if finish == "length" and last.get("tool_calls"):
+        raise HeadwayError(
+            f"{where}: finish_reason 'length' says that the last answer was cut, but it has whole tool calls; put "
+            "'stop', or what was written of them into the content"
+        )
+    return finish
 
 
-def _check_message(message: Any, where: str) -> None:
-    if not isinstance(message, dict):
-        raise HeadwayError(f"{where}: {_kind(message)} instead of an object; write {{'role': ..., 'content': ...}}")
+def _message(given: Any, where: str) -> dict[str, Any]:
+    """A checked copy without the fields that are null, except the content of an assistant."""
+    if not isinstance(given, dict):
+        raise HeadwayError(f"{where}: {_kind(given)} instead of an object; write {{'role': ..., 'content': ...}}")
+    message = {key: value for key, value in given.items() if value is not None}
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise HeadwayError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}")
+        raise HeadwayError(f"{where}: unknown role {short(role)}; use one of {', '.join(ROLES)}")
+    thoughts = [message[name] for name in REASONING if name in message]
+    if any(not isinstance(thought, str) or thought != thoughts[0] for thought in thoughts):
+        raise HeadwayError(f"{where}: {' and '.join(REASONING)} are names of one string; give it once")
+    calls = message.pop("tool_calls", None) or []
+    if role != "assistant" and (calls or thoughts):
+        raise HeadwayError(f"{where}: thoughts or tool calls of the {role}'s; they are the assistant's to have")
+    if content is None and (calls or any(thoughts)):
+        return message | _tool_calls(calls, where) | {"content": None}
     if not isinstance(content, str):
         raise HeadwayError(f"{where}: 'content' is {_kind(content)}; it must be a string")
-    if any("\ud800" <= character <= "\udfff" for character in content):
-        raise HeadwayError(f"{where}: half a surrogate pair, which is no character; mend or remove the line")
+    return message | _tool_calls(calls, where)
 
 
-def _id(row: dict[str, Any], where: str) -> str:
+def _tool_calls(calls: Any, where: str) -> dict[str, Any]:
+    """The field `tool_calls`, checked, none where there are none."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise HeadwayError(f"{where}: 'tool_calls' is not a list of objects; write [{{'function': ...}}]")
+    checked = []
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise HeadwayError(f"{where}: a tool call without a name; write {{'function': {{'name': ..., ...}}}}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _parse_json(arguments or "{}", f"{where}: arguments of tool '{function['name']}'")
+            _check_values({"arguments": arguments}, where)
+        if arguments is not None and not isinstance(arguments, dict):
+            raise HeadwayError(f"{where}: the arguments of tool '{function['name']}' are not an object; write one")
+        whole = function | {"arguments": arguments or {}}
+        checked.append(call | {"function": whole} if "function" in call else whole)
+    return {"tool_calls": checked} if checked else {}
+
+
+def _id(row: dict[str, Any], where: str) -> str | None:
     given = row.get("id")
-    if given is None:
-        text = json.dumps([row["messages"], row.get("finish_reason", "stop")], sort_keys=True)
-        return f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    if not isinstance(given, str) or not given.strip():
+    if given is not None and (not isinstance(given, str) or not given.strip()):
         raise HeadwayError(f"{where}: 'id' is {_kind(given)}; give a string that is not blank, or leave it out")
     return given
 
@@ -171,125 +267,22 @@ def split_heldout(conversations: Iterable[Conversation], count: int) -> tuple[li
     return [each for each in everything if each.id not in ids], heldout
 
 
-def render(
-    tokenizer: Any, conversation: Conversation, stop_ids: Sequence[int], max_length: int | None = None
-) -> Rendered:
-    """A conversation through the tokenizer's chat template, cut to `max_length` tokens.
-
-    Supervised is what the target wrote after a generation prompt: the tokens that lie wholly between the end of that
-    prompt and the end of the turn, up to its last stop token. White space that the template puts behind it is not,
-    and neither is what the generation prompt itself supplies (an empty think block). The bounds come from rendering
-    prefixes of the conversation, never from searching its text.
-
-    Raises HeadwayError when the template does not render a prefix of the conversation to a prefix of its text, or
-    ends no turn with a stop token.
-    """
-    where = f"conversation '{conversation.id}'"
-    if not tokenizer.is_fast:
-        raise HeadwayError(f"{where}: {type(tokenizer).__name__} gives no token offsets; use a fast tokenizer")
-    text = _template(tokenizer, conversation.messages, where)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids: list[int] = encoded["input_ids"]
-    extents = list(_extents(encoded["offset_mapping"]))
-    turn, length, stops = [0] * len(ids), len(ids), set(stop_ids)
-    for number, (start, end) in enumerate(_spans(tokenizer, conversation, text, where), 1):
-        inside = [t for t, (first, last) in enumerate(extents) if start <= first and last <= end]
-        terminators = [t for t in inside if ids[t] in stops]
-        if not terminators:
-            raise HeadwayError(
-                f"{where}, assistant turn {number}: the chat template ends it with none of the target's stop tokens "
-                f"{sorted(stops)}; name the one it uses in generation_config.json"
-            )
-        for t in inside:
-            turn[t] = number if t <= terminators[-1] else 0
-        length = terminators[-1]
-    if conversation.finish_reason != "length":
-        length = len(ids)
-    if max_length is not None:
-        length = min(length, max_length)
-    return Rendered(ids[:length], turn[:length])
-
-
-def _spans(tokenizer: Any, conversation: Conversation, text: str, where: str) -> Iterator[tuple[int, int]]:
-    """Where, in `text`, each assistant turn begins and ends, in characters."""
-    for index, message in enumerate(conversation.messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = _template(tokenizer, conversation.messages[:index], where, add_generation_prompt=True)
-        through = _template(tokenizer, conversation.messages[: index + 1], where)
-        if not (text.startswith(through) and through.startswith(prompt)):
-            raise HeadwayError(
-                f"{where}, message {index + 1}: the chat template strips or rewrites earlier turns, or starts an "
-                "answer otherwise than its generation prompt, so what the target wrote cannot be told; cut the "
-                "conversation after that answer, remove it, or use another template"
-            )
-        yield len(prompt), len(through)
-
-
-def _extents(offsets: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Characters of each token. Byte-level tokenizers may leave the blank that a token starts with out of its offset;
-    it is the token's all the same, and the one before an answer can be the template's."""
-    before = 0
-    for start, end in offsets:
-        yield min(start, before), end
-        before = end
-
-
-def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
-    """Ids of `messages` with the generation prompt: what the target answers. Raises HeadwayError as `render` does."""
-    text = _template(tokenizer, messages, "prompt", add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _template(
-    tokenizer: Any, messages: list[dict[str, Any]], where: str, *, add_generation_prompt: bool = False
-) -> str:
-    if not tokenizer.chat_template:
-        raise HeadwayError(f"{where}: the target's tokenizer has no chat template; use a chat model")
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except TemplateError as error:
-        raise HeadwayError(
-            f"{where}: the chat template refuses {len(messages)} of its messages ({error}); remove the conversation"
-        ) from error
-
-
-def show(file: str, row: int, target: str) -> None:
-    """Print conversation number `row` (from 1) of a file with its supervised tokens coloured, and their share."""
-    import torch
-    from rich.console import Console
-    from rich.text import Text
-
-    from data_prep.plan import describe  # it imports this module
-
-    conversations = read_conversations(file)
-    if not 1 <= row <= len(conversations):
-        raise HeadwayError(f"{file}: --row {row}: it has rows 1 to {len(conversations)}")
-    source = describe(target, "auto", torch.device("cpu"))
-    rendered = render(source.tokenizer, conversations[row - 1], source.stop_ids)
-    text = Text()
-    for turn, run in groupby(zip(rendered.ids, rendered.turn, strict=True), key=lambda token: token[1]):
-        text.append(source.tokenizer.decode([token for token, _ in run]), style="bold green" if turn else "dim")
-    supervised, tokens = sum(map(bool, rendered.turn)), len(rendered.ids)
-    text.append(
-        f"\n{conversations[row - 1].id}: {supervised} of {tokens} tokens supervised ({supervised / tokens:.1%})"
-    )
-    Console().print(text)
-
-
 def main() -> None:
     """Parse the command line and show."""
+    from data_prep.show import show  # it imports this module
+
     parser = ArgumentParser(description="Look at conversations.", exit_on_error=False)
     shower = ArgumentParser(exit_on_error=False)
-    shower.add_argument("file", type=str, help="JSON lines file of conversations")
+    shower.add_argument("file", type=Path, help="JSON lines file of conversations")
     shower.add_argument("--row", type=int, required=True, help="which one, from 1")
+    shower.add_argument("--html", type=Path | None, help="write a page there instead of printing")
     shower.add_argument("--target", type=str, default=DEFAULT_TARGET, help="embedded name, local folder or Hub id")
-    parser.add_subcommands(required=True).add_subcommand("show", shower, help="print one, supervised tokens coloured")
+    parser.add_subcommands(required=True).add_subcommand("show", shower, help="show one, supervised tokens coloured")
     try:
         chosen = parser.parse_args(sys.argv[1:]).show
     except ArgumentError as error:
         raise HeadwayError(f"{error}; see --help") from error
-    show(chosen.file, chosen.row, chosen.target)
+    show(chosen.file, chosen.row, chosen.target, chosen.html)
 
 
 if __name__ == "__main__":

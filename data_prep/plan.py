@@ -6,7 +6,6 @@ Shapes: T positions of one conversation.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from data_prep.conversations import Conversation, render
+from data_prep.conversations import Conversation
+from data_prep.render import render_all
 from data_prep.store import Entry
 from heads.errors import HeadwayError
 from heads.target import auto_dtype, fingerprint, resolve
@@ -38,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Planned:
-    """A conversation to collect: its entry in the store, ids (int32 [T]) and turn numbers (int16 [T])."""
+    """A sequence of a conversation to collect: its entry in the store, ids (int32 [T]) and turn numbers (int16 [T])."""
 
     entry: Entry
     ids_T: torch.Tensor
@@ -99,46 +99,59 @@ def plan(
     max_tokens: int | None,
     say: Callable[[str], None],
 ) -> list[Planned]:
-    """Render conversations in the order of sha256(id) until `max_tokens` are reached; those without a supervised
+    """Render conversations in the order of sha256(id) until `max_tokens` are reached; sequences without a supervised
     token within `max_length` are left out and said. A larger `max_tokens` only adds to a smaller one's choice.
 
-    Raises HeadwayError when nothing is supervised, or one is longer than the target's positions.
+    Raises HeadwayError when nothing is supervised, one is longer than the target's positions, or two get the same id.
     """
-    planned: list[Planned] = []
+    planned: dict[str, Planned] = {}
     bare: list[str] = []
-    tokens = 0
+    tokens = split = 0
     for conversation in sorted(conversations, key=lambda each: sha_of(each.id)):
         if max_tokens is not None and tokens >= max_tokens:
             break
-        row = _render(conversation, source, max_length)
-        if row.entry.supervised:
-            planned.append(row)
-            tokens += row.entry.length
-        else:
-            bare.append(conversation.id)
+        rows = _render(conversation, source, max_length)
+        split += len(rows) > 1
+        for row in rows:
+            if row.entry.id in planned:
+                raise HeadwayError(f"two conversations are stored under '{row.entry.id}'; rename the id of one")
+            if row.entry.supervised:
+                planned[row.entry.id] = row
+                tokens += row.entry.length
+            else:
+                bare.append(row.entry.id)
+    if split:
+        say(
+            f"{split} conversations take several sequences: the chat template rewrites earlier turns, and each answer "
+            "is learnt behind what the target saw"
+        )
     if bare:
         say(f"{len(bare)} conversations without a supervised token in {max_length} tokens left out, first: {bare[0]}")
     if not planned:
         raise HeadwayError(
             f"no conversation has a supervised token within --max_length {max_length} (first: {bare[0]}); give a larger one"
         )
-    return planned
+    return list(planned.values())
 
 
-def _render(conversation: Conversation, source: Source, max_length: int) -> Planned:
-    rendered = render(source.tokenizer, conversation, source.stop_ids, max_length)
-    length = len(rendered.ids)
-    if source.max_positions is not None and length > source.max_positions:
-        raise HeadwayError(
-            f"conversation {conversation.id}: {length} tokens, but target '{source.name}' has {source.max_positions} "
-            f"positions; give --max_length {source.max_positions}"
+def _render(conversation: Conversation, source: Source, max_length: int) -> list[Planned]:
+    rows = []
+    for rendered in render_all(source.tokenizer, conversation, source.stop_ids, max_length):
+        length = len(rendered.ids)
+        if source.max_positions is not None and length > source.max_positions:
+            raise HeadwayError(
+                f"conversation {conversation.id}: {length} tokens, but target '{source.name}' has "
+                f"{source.max_positions} positions; give --max_length {source.max_positions}"
+            )
+        supervised = sum(turn > 0 for turn in rendered.turn)
+        rows.append(
+            Planned(
+                entry=Entry(rendered.id, conversation.content_hash(), length, supervised),
+                ids_T=torch.tensor(rendered.ids, dtype=torch.int32),
+                turn_T=torch.tensor(rendered.turn, dtype=torch.int16),
+            )
         )
-    content = json.dumps([conversation.messages, conversation.finish_reason], sort_keys=True, ensure_ascii=False)
-    return Planned(
-        entry=Entry(conversation.id, sha_of(content), length, sum(turn > 0 for turn in rendered.turn)),
-        ids_T=torch.tensor(rendered.ids, dtype=torch.int32),
-        turn_T=torch.tensor(rendered.turn, dtype=torch.int16),
-    )
+    return rows
 
 
 def refuse_changed(folder: Path, finished: dict[str, Entry], planned: Sequence[Planned]) -> None:
