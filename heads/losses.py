@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.divergences import LawRows, Teacher, mix, needs_teacher
+from heads.divergences import LawRows, Teacher, best, mix, needs_teacher
 
 # Logits of one step held at once, as a number of elements. On a CPU the law, its logarithm and the teacher's stay in the
 # cache that way; on a GPU larger products are faster.
@@ -195,7 +195,7 @@ class _HeadSums:
         labels_C = self._rows.labels_R[span]
         x_CH, made_CD = self._project.logits(self._k, self._x_RH[span])
         logits_CD = made_CD.detach().float()
-        self.hit_R[span] = logits_CD.argmax(-1) == labels_C
+        self.hit_R[span] = best(logits_CD) == labels_C
         rows = LawRows(logits_CD, labels_C, law, self._rows.slots_R[span] - start)
         total, error_CD = mix(rows, losses, self._with_grad)
         self.numerator += total

@@ -73,21 +73,24 @@ class _NarrowAttention(torch.autograd.Function):
         index_R: Tensor,
         blocks: list[Block],
     ) -> Tensor:
-        rows, heads, size = q_RAE.shape
+        asking, heads, size = q_RAE.shape
         groups = k_XGE.shape[1]
-        q_RGME = q_RAE.view(rows, groups, heads // groups, size)
+        q_RGME = q_RAE.view(asking, groups, heads // groups, size)
         out_RGME = torch.empty_like(q_RGME)
         log_z_RGM = q_RGME.new_empty(q_RGME.shape[:-1], dtype=torch.float32)
         for block in blocks:
             part = _Part(block, q_RGME, k_XGE, v_XGE, own_k_RJGE, own_v_RJGE, index_R)
-            scores_GXT, own_GMCJ = part.scores()
-            log_z_GMC = torch.logaddexp(part.split(scores_GXT).logsumexp(-1), own_GMCJ.logsumexp(-1))
-            laws = part.laws(scores_GXT, own_GMCJ, log_z_GMC)
-            out_RGME[block.start : block.stop] = part.values(*laws)
-            log_z_RGM[block.start : block.stop] = log_z_GMC.permute(2, 0, 1)
+            rows, (scores_GXT, own_GMCJ) = slice(block.start, block.stop), part.scores()
+            highest_GMC = part.split(scores_GXT).amax(-1)
+            if own_GMCJ.shape[-1]:
+                highest_GMC = torch.maximum(highest_GMC, own_GMCJ.amax(-1))
+            weights_GXT, own_weights_GMCJ = part.laws(scores_GXT, own_GMCJ, highest_GMC)
+            z_CGM = (part.split(weights_GXT).sum(-1) + own_weights_GMCJ.sum(-1)).permute(2, 0, 1)
+            out_RGME[rows] = part.values(weights_GXT, own_weights_GMCJ) / z_CGM.unsqueeze(-1)
+            log_z_RGM[rows] = highest_GMC.permute(2, 0, 1) + z_CGM.log()
         ctx.save_for_backward(q_RGME, k_XGE, v_XGE, own_k_RJGE, own_v_RJGE, index_R, out_RGME, log_z_RGM)
         ctx.blocks = blocks
-        return out_RGME.view(rows, heads, size)
+        return out_RGME.view(asking, heads, size)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -148,7 +151,7 @@ class _Part:
         return scores_GXT, own_GMCJ
 
     def laws(self, scores_GXT: Tensor, own_GMCJ: Tensor, log_z_GMC: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (used up) -> probabilities."""
+        """Scores (used up) -> probabilities, or multiples of them where `log_z` is another number than that."""
         log_z_GMC1 = log_z_GMC.unsqueeze(-1)
         self.split(scores_GXT).sub_(log_z_GMC1)
         return scores_GXT.exp_(), (own_GMCJ - log_z_GMC1).exp_()
