@@ -14,7 +14,7 @@ from results_file import write_result
 from torch.nn import functional as F
 
 from heads.errors import HeadwayError
-from heads.linear import build_kernel, few_rows_linear
+from heads.linear import build_kernels, few_rows_linear
 
 LAYERS = 30
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * LAYERS + [(49152, 576)]  # [outputs, inputs]
@@ -33,8 +33,8 @@ def milliseconds(
 
 @torch.inference_mode()
 def main() -> None:
-    if not build_kernel():
-        raise HeadwayError("heads/few_rows.cpp was not compiled; install a C++ compiler")
+    if not build_kernels():
+        raise HeadwayError("heads/cpu_kernels.cpp was not compiled; install a C++ compiler")
     figures = []
     for dtype in (torch.float32, torch.bfloat16):
         weights = [torch.randn(shape).to(dtype) for shape in SHAPES]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eval.cache import SlotCache
-from heads.linear import FewRowsLinear, few_rows_linear
+from heads.linear import FewRowsLinear, few_rows_linear, rms_norm
 from heads.target import States, Target
 
 # Decoders of this build, by transformers' class: RMSNorm, rope, attention, residual, RMSNorm, gated MLP, residual.
@@ -78,8 +78,8 @@ class _Layer:
         self.head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
 
     def __call__(self, h_BNH: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, slots: Any) -> Tensor:
-        h_BNH = h_BNH + self.out(self._attend(rms_norm(h_BNH, self.before), cos, sin, mask, slots))
-        gate, up = self.gate_up(rms_norm(h_BNH, self.between)).chunk(2, -1)
+        h_BNH = h_BNH + self.out(self._attend(normed(h_BNH, self.before), cos, sin, mask, slots))
+        gate, up = self.gate_up(normed(h_BNH, self.between)).chunk(2, -1)
         return h_BNH + self.down(self.activation(gate) * up)
 
     def _attend(self, x_BNH: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, slots: Any) -> Tensor:
@@ -89,7 +89,7 @@ class _Layer:
         turned, value = qkv.split([queries + keys, keys], 2)
         if self.head_norms[0] is not None:
             heads = turned.split([queries, keys], 2)
-            turned = torch.cat([rms_norm(x, norm) for x, norm in zip(heads, self.head_norms, strict=True)], 2)
+            turned = torch.cat([normed(x, norm) for x, norm in zip(heads, self.head_norms, strict=True)], 2)
         turned = torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin)
         query, key = turned.split([queries, keys], 2)
         keys_BKCE, values_BKCE = slots.update(key.transpose(1, 2), value.transpose(1, 2))
@@ -131,7 +131,7 @@ class LeanDecoder:
             if number in taps:
                 captured[number] = h_BNH
             h_BNH = layer(h_BNH, cos, sin, by_kind[kind], cache.layers[number])
-        return States(rms_norm(h_BNH, self.norm), captured)
+        return States(normed(h_BNH, self.norm), captured)
 
     def _additive(self, visible_B1NC: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, 1, G N, C]: 0 where visible, else minus infinity, once for each head of a group."""
@@ -139,8 +139,6 @@ class LeanDecoder:
         return mask.repeat(1, 1, self.groups, 1)
 
 
-def rms_norm(x: Tensor, norm: Any) -> Tensor:
+def normed(x: Tensor, norm: Any) -> Tensor:
     """The norm as one operator; in float64 the module itself, which computes it in float32."""
-    if x.dtype == torch.float64:
-        return norm(x)
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return norm(x) if x.dtype == torch.float64 else rms_norm(x, norm.weight, norm.variance_epsilon)

@@ -1,8 +1,8 @@
-"""A faster product for a few rows on CPUs.
+"""Products and norms of a few rows on CPUs.
 
 Decoding multiplies 1 to some dozen rows with each weight: the time is that of reading the weights, if they are read
 once. BLAS libraries for the CPU do not manage that for 2 rows and more, least of all in bfloat16 on CPUs without units
-for it, where every row costs as much as the first one. heads/few_rows.cpp does (benchmarks/linear.py). It is compiled
+for it, where every row costs as much as the first one. heads/cpu_kernels.cpp does (benchmarks/linear.py). It is compiled
 at first use, and gives a row the same bits whatever rows stand beside it.
 """
 
@@ -32,21 +32,30 @@ def has_bf16_units() -> bool:
 
 
 @cache
-def build_kernel() -> bool:
-    """Compile and load the kernel, once in a process; False, with a warning, where there is no C++ compiler."""
-    name = f"headway_few_rows_{platform.machine()}_{torch.backends.cpu.get_cpu_capability()}"
+def build_kernels() -> bool:
+    """Compile and load the kernels, once in a process; False, with a warning, where there is no C++ compiler."""
+    name = f"headway_kernels_{platform.machine()}_{torch.backends.cpu.get_cpu_capability()}"
     flags = ["-O3", "-march=native", "-fopenmp"]
-    source = Path(__file__).with_name("few_rows.cpp")
+    source = Path(__file__).with_name("cpu_kernels.cpp")
     scripts = sysconfig.get_path("scripts")  # where the package ninja put its program, if no PATH leads there
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), scripts])
     try:
         load(name, [str(source)], extra_cflags=flags, extra_ldflags=["-fopenmp"], is_python_module=False)
     except (RuntimeError, OSError) as error:
-        log.warning("heads/few_rows.cpp could not be compiled, so decoding on this CPU is slower (%s)", error)
+        log.warning("heads/cpu_kernels.cpp could not be compiled, so decoding on this CPU is slower (%s)", error)
         return False
-    torch.library.register_fake("headway::few_rows", lambda x, weight: x.new_empty(len(x), len(weight)))
+    torch.library.register_fake("headway::few_rows", lambda x, weight, bias: x.new_empty(len(x), len(weight)))
+    torch.library.register_fake("headway::rms_norm", lambda x, weight, eps: torch.empty_like(x))
     return True
+
+
+def _goes_here(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels take these: on a CPU, in float32 or bfloat16, and no gradient is wanted."""
+    first = tensors[0]
+    if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
 
 def few_rows_linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,21 +64,26 @@ def few_rows_linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tens
     On a CPU, without a gradient, few rows go through the kernel. Many rows in bfloat16, on a CPU without units for it,
     meet the weight widened piece by piece.
     """
-    differentiable = torch.is_grad_enabled() and (x.requires_grad or weight_OI.requires_grad)
-    narrow = x.dtype == torch.bfloat16 and not has_bf16_units()
-    if x.device.type != "cpu" or differentiable or not (narrow or x.dtype == torch.float32):
+    if not _goes_here(x, weight_OI):
         return F.linear(x, weight_OI, bias_O)
-    x_RI = x.reshape(-1, x.shape[-1]).float()
-    if len(x_RI) <= MOST_ROWS and weight_OI.is_contiguous() and build_kernel():
-        y_RO = torch.ops.headway.few_rows(x_RI.contiguous(), weight_OI)
-    elif narrow:
+    x_RI = x.reshape(-1, x.shape[-1])
+    if len(x_RI) <= MOST_ROWS and weight_OI.is_contiguous() and build_kernels():
+        y_RO = torch.ops.headway.few_rows(x_RI.contiguous(), weight_OI, bias_O)
+    elif x.dtype == torch.bfloat16 and not has_bf16_units():
+        wide_RI = x_RI.float()
         pieces = weight_OI.split(max(1, WIDENED // weight_OI.shape[1]))
-        y_RO = torch.cat([x_RI @ piece.float().t() for piece in pieces], 1)
+        y_RO = torch.cat([wide_RI @ piece.float().t() for piece in pieces], 1)
+        y_RO = (y_RO if bias_O is None else y_RO + bias_O).to(x.dtype)
     else:
         return F.linear(x, weight_OI, bias_O)
-    if bias_O is not None:
-        y_RO = y_RO + bias_O
-    return y_RO.to(x.dtype).view(*x.shape[:-1], len(weight_OI))
+    return y_RO.view(*x.shape[:-1], len(weight_OI))
+
+
+def rms_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, as one operator."""
+    if _goes_here(x, weight_H) and x.is_contiguous() and x.numel() <= MOST_ROWS * x.shape[-1] and build_kernels():
+        return torch.ops.headway.rms_norm(x, weight_H, eps)
+    return F.rms_norm(x, weight_H.shape, weight_H, eps)
 
 
 class FewRowsLinear(nn.Linear):

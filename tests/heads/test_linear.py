@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from heads import linear
-from heads.linear import MOST_ROWS, FewRowsLinear, build_kernel, few_rows_linear, use_few_rows_linear
+from heads.linear import MOST_ROWS, FewRowsLinear, build_kernels, few_rows_linear, rms_norm, use_few_rows_linear
 
 SHAPES = [(1, 8), (2, 16), (7, 24), (64, 13), (33, 100), (96, 64)]  # [outputs, inputs]; rests of 8 lanes and of pairs
 
@@ -31,7 +31,7 @@ def test_equals_the_product_in_float64(rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
-    assert build_kernel(), "no C++ compiler"
+    assert build_kernels(), "no C++ compiler"
     x, weight = torch.randn(MOST_ROWS, 100).to(dtype), torch.randn(501, 100).to(dtype)
     alone = torch.cat([few_rows_linear(row[None], weight) for row in x])
     threads = torch.get_num_threads()
@@ -54,7 +54,7 @@ def test_gradients_go_the_ordinary_way() -> None:
 def test_without_a_compiler_the_values_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(5, 64).bfloat16(), torch.randn(48, 64).bfloat16()
     with_kernel = few_rows_linear(x, weight)
-    monkeypatch.setattr(linear, "build_kernel", lambda: False)
+    monkeypatch.setattr(linear, "build_kernels", lambda: False)
     assert torch.allclose(few_rows_linear(x, weight).float(), with_kernel.float(), rtol=2**-7, atol=1e-3)
 
 
@@ -63,7 +63,7 @@ def test_a_failed_build_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         raise RuntimeError("no c++")
 
     monkeypatch.setattr(linear, "load", fails)
-    assert build_kernel.__wrapped__() is False
+    assert build_kernels.__wrapped__() is False
     assert "could not be compiled" in caplog.text
 
 
@@ -73,3 +73,15 @@ def test_plain_linear_layers_are_turned_in_place() -> None:
     use_few_rows_linear(model)
     assert type(model[0]) is FewRowsLinear
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_equals_the_formula(dtype: torch.dtype) -> None:
+    for size in (1, 8, 13, 64, 100):
+        x, weight = torch.randn(2, 3, size).to(dtype), torch.randn(size).to(dtype)
+        wide = x.double()
+        exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        found = rms_norm(x, weight, 1e-5)
+        assert found.dtype == dtype
+        bound = 1e-5 + exact.abs() * (2**-8 if dtype == torch.bfloat16 else 1e-6)
+        assert bool(((found.double() - exact).abs() <= bound).all())
