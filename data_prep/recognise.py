@@ -76,6 +76,8 @@ def recognise(row: Any) -> Chat:
         json.dumps([chat.messages, chat.tools, chat.id], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise Misfit("half a surrogate pair, which is no character") from error
+    except RecursionError as error:
+        raise Misfit("nested too deep") from error
     return chat
 
 
