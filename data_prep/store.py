@@ -309,6 +309,17 @@ class FeatureStore:
             lse_T=tensors.get_slice("lse")[span],
         )
 
+    def conversations_by_hash(self) -> list[list[int]]:
+        """Rows of each conversation, in the order of the SHA-256 of its id: what is held out are the first ones. It has
+        several rows where the chat template rewrites earlier turns; they belong on the same side of a split."""
+        rows: dict[str, list[int]] = {}
+        first_of: dict[tuple[str, str], str] = {}
+        for row, (entry, _, _) in enumerate(self._places):  # sorted by id, so ID comes before ID#2
+            first = first_of.get((entry.sha256, entry.id.rpartition("#")[0]), entry.id)
+            first_of.setdefault((entry.sha256, first), first)
+            rows.setdefault(first, []).append(row)
+        return [rows[first] for first in sorted(rows, key=lambda each: hashlib.sha256(each.encode()).hexdigest())]
+
     def supervised_counts(self) -> torch.Tensor:
         """[V] int64: how often each token id is supervised in this store."""
         with safe_open(self.folder / COUNTS, "pt") as tensors:

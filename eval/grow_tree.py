@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +138,12 @@ def _open(folder: Path, head: MedusaHead) -> FeatureStore:
 
 def held_out_rows(store: FeatureStore, count: int) -> list[StoredConversation]:
     """The `count` conversations whose ids have the smallest SHA-256: those that training leaves out."""
-    if not 2 <= count <= len(store):
+    conversations = store.conversations_by_hash()
+    if not 2 <= count <= len(conversations):
         raise HeadwayError(
-            f"{store.folder}: {count} conversations held out of {len(store)}; give --held_out a number in it"
+            f"{store.folder}: {count} conversations held out of {len(conversations)}; give --held_out a number in it"
         )
-    order = sorted(range(len(store)), key=lambda row: sha256(store.conversation_ids[row].encode()).hexdigest())
-    return [store[row] for row in order[:count]]
+    return [store[row] for rows in conversations[:count] for row in rows]
 
 
 def main() -> None:

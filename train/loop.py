@@ -11,7 +11,6 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import Any, Protocol
 
 import torch
@@ -89,13 +88,16 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def split_rows(store: FeatureStore, held_out: int) -> tuple[list[int], list[int]]:
-    """(training, validation) rows of the store: validation are the `held_out` smallest SHA-256 of ids, whatever else is there."""
-    if held_out >= len(store):
+    """(training, validation) rows of the store: validation are the `held_out` conversations with the smallest SHA-256
+    of their ids, whatever else is there."""
+    conversations = store.conversations_by_hash()
+    if held_out >= len(conversations):
         raise HeadwayError(
-            f"recipe: data.held_out is {held_out}, and {store.folder} holds {len(store)} conversations; hold out fewer"
+            f"recipe: data.held_out is {held_out}, and {store.folder} holds {len(conversations)} conversations; "
+            "hold out fewer"
         )
-    order = sorted(range(len(store)), key=lambda row: sha256(store.conversation_ids[row].encode()).hexdigest())
-    return sorted(order[held_out:]), sorted(order[:held_out])
+    validation = {row for rows in conversations[:held_out] for row in rows}
+    return [row for row in range(len(store)) if row not in validation], sorted(validation)
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
