@@ -211,7 +211,8 @@ class _Chat:
         content, alone = message.get("content") or "", _parts(message) == ["content"]
         whole, prompts = self.text(self.conversation.messages[: index + 1]), self._prompts(index)
         for prompt in prompts:
-            if content and alone and not cut and whole.startswith(prompt + content):  # most of them; no more to find out
+            # Most answers, and all there is to find out; a cut one could be taken for what the template puts before it.
+            if alone and content and not cut and whole.startswith(prompt + content):
                 return prompt, content, whole[len(prompt + content) :]
         size = len(whole) - self._behind(index, whole)
         body, tail = whole[:size], whole[size:]

@@ -20,7 +20,8 @@ from heads.errors import HeadwayError, atomic_write_text
 # Neighbouring tokens differ in shade, so that bounds are seen.
 SHADES = {True: ("black on bright_green", "black on green"), False: ("default", "default on grey23")}
 # What would steer a terminal is shown as its picture.
-PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {code: 0x2421 for code in range(127, 160)}
+CONTROL, DELETE = [*range(9), *range(11, 32)], range(127, 160)
+PICTURES = {code: 0x2400 + code for code in CONTROL} | dict.fromkeys(DELETE, 0x2421)
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 15px/1.7 system-ui, sans-serif; margin: 2em auto; max-width: 60em; color: #1a1a1a; background: #fff }}
