@@ -3,8 +3,7 @@
     python train/medusa.py                                  the demo's recipe
     accelerate launch train/medusa.py --config configs/recipes/X.yaml --optim.lr 1e-3
 
-Run again after an interruption, it goes on where it was. Shapes: K heads, P packed rows, C rows of a chunk, H hidden, V vocabulary,
-D draft vocabulary.
+Run again after an interruption, it goes on where it was. Shapes: K heads, P packed rows, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,27 +11,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from data_prep.store import MANIFEST, FeatureStore, StoredConversation, read_manifest
+from data_prep.store import FeatureStore, StoredConversation
 from heads.divergences import check_losses, needs_teacher
-from heads.errors import HeadwayError, run_script, sha256_file
-from heads.losses import Output
+from heads.errors import run_script
 from heads.medusa import MedusaConfig, MedusaHead, pack
 from heads.served import draft_labels, served_labels
-from heads.target import TargetEnds, fingerprint, resolve
+from heads.target import TargetEnds
 from heads.vocabulary import choose_vocabulary
-from train.loop import make_accelerator, split_rows, train
-from train.recipe import Recipe, as_json, read_recipe, require
-from train.state import RunFolder
+from train.prepare import coverage, facts, restricted_output, run_recipe, special_ids, supervised_counts
+from train.recipe import Recipe, read_recipe, require
 
 DEFAULT_RECIPE = Path(__file__).resolve().parents[1] / "configs" / "recipes" / "demo.yaml"
-VERSIONS = ("headway", "torch", "transformers", "accelerate", "deepspeed")
 
 
 @dataclass
@@ -82,8 +77,8 @@ class MedusaMethod:
 
     def __init__(self, recipe: MedusaRecipe, store: FeatureStore, ends: TargetEnds) -> None:
         settings = recipe.head
-        counts_V, held_out_V = _supervised_counts(store, recipe.data.held_out)
-        vocabulary = choose_vocabulary(counts_V, settings.draft_vocab_size, _special_ids(ends.tokenizer))
+        counts = supervised_counts(store, recipe.data.held_out)
+        vocabulary = choose_vocabulary(counts["training"], settings.draft_vocab_size, special_ids(ends.tokenizer))
         config = MedusaConfig(
             hidden_size=ends.hidden_size,
             vocab_size=ends.vocab_size,
@@ -97,14 +92,13 @@ class MedusaMethod:
         if settings.train_output is not None:
             self.head.lm_head.weight.requires_grad_(settings.train_output)
         self.weights = tuple(settings.decay**k for k in range(settings.num_heads))
-        self.coverage = {"training": vocabulary.coverage(counts_V), "held_out": vocabulary.coverage(held_out_V)}
-        self.vocabulary_size = vocabulary.size
+        self.vocabulary_size, self.coverage = vocabulary.size, coverage(vocabulary, counts)
         self._draft_ids_V = self.head.draft_ids_of()
         self._constants: dict[str, Any] = {"losses": settings.losses}
         if settings.hydra:
             self._constants["embed"] = ends.embed
         if needs_teacher(settings.losses):
-            self._constants["teacher"] = restricted_teacher(ends, vocabulary.ids_D, store[0].last_TH[:64])
+            self._constants["teacher"] = restricted_output(ends, vocabulary.ids_D, store[0].last_TH[:64])
 
     def batch(self, conversations: Sequence[StoredConversation]) -> dict[str, Tensor]:
         """Packed rows (heads.medusa.pack) of all conversations; segments numbered on, so that none touches another."""
@@ -127,90 +121,11 @@ class MedusaMethod:
         return self._constants
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "kind": "head",
-            "made_by": "train/medusa.py",
-            "versions": _versions(),
-            "draft_vocabulary": {"size": self.vocabulary_size, "coverage": self.coverage},
-        }
-
-
-def _supervised_counts(store: FeatureStore, held_out: int) -> tuple[Tensor, Tensor]:
-    """([V], [V]): how often each token is supervised in the training and in the held-out conversations."""
-    held_out_V = torch.zeros_like(store.supervised_counts())
-    for row in split_rows(store, held_out)[1]:
-        stored = store[row]
-        held_out_V += torch.bincount(stored.ids_T[stored.turn_T > 0], minlength=len(held_out_V))
-    return store.supervised_counts() - held_out_V, held_out_V
-
-
-def _special_ids(tokenizer: Any) -> set[int]:
-    """All special tokens, the reserved ones included."""
-    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in VERSIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def restricted_teacher(ends: TargetEnds, ids_D: Tensor, probe_CH: Tensor) -> Output:
-    """The target's output function over the draft vocabulary, [C, H] -> [C, D].
-
-    Where that function is the plain product with lm_head, which is found out on the real states `probe_CH`, only the rows of the
-    draft vocabulary are multiplied; with a soft cap, scale or bias the whole function runs and its columns are taken.
-    """
-    weight_VH = ends.lm_head_weight
-    ids_D, weight_DH = ids_D.to(weight_VH.device), weight_VH[ids_D.to(weight_VH.device)]
-
-    def whole(last_CH: Tensor) -> Tensor:
-        return ends.logits(last_CH.to(weight_VH.device, weight_VH.dtype))[..., ids_D]
-
-    def plain(last_CH: Tensor) -> Tensor:
-        return last_CH.to(weight_DH.dtype) @ weight_DH.T
-
-    expected = whole(probe_CH).float()
-    error = (plain(probe_CH.to(weight_VH.device)).float() - expected).abs().max()
-    return plain if error <= 1e-2 * expected.abs().max() else whole
+        return facts("train/medusa.py", self)
 
 
 def main() -> None:
-    recipe = read_recipe(MedusaRecipe, DEFAULT_RECIPE, sys.argv[1:])
-    accelerator = make_accelerator(recipe)
-    store_folder = Path(recipe.data.features)
-    features = read_manifest(store_folder)
-    made_for, target = features["target"], {"name": recipe.target, "fingerprint": fingerprint(resolve(recipe.target))}
-    if made_for["fingerprint"] != target["fingerprint"]:
-        raise HeadwayError(
-            f"{store_folder}: collected from target {made_for['name']} ({made_for['fingerprint'][:12]}), the recipe's is "
-            f"{target['name']} ({target['fingerprint'][:12]}); collect again, or name the target that was used"
-        )
-    identity = {
-        "recipe": as_json(recipe),
-        "target": target,
-        "features": {"manifest_sha256": sha256_file(store_folder / MANIFEST), **features["totals"]},
-    }
-    folder = RunFolder(recipe.out, identity)
-    if folder.finished:
-        best = folder.finished["best"]
-        accelerator.print(f"{recipe.out}: already finished (simulated tau {best['tau']:.3f}); nothing to do")
-        return
-    store = FeatureStore.open(store_folder, checksums=accelerator.is_main_process)
-    ends = TargetEnds.load(recipe.target, device=str(accelerator.device))
-    method = MedusaMethod(recipe, store, ends)
-    coverage = " ".join(f"{kind} {share:.2%}" for kind, share in method.coverage.items())
-    accelerator.print(
-        f"{len(store)} conversations, {store.tokens:,} tokens, {store.supervised_tokens / store.tokens:.1%} supervised; "
-        f"draft vocabulary {method.vocabulary_size:,} of {ends.vocab_size:,}, coverage: {coverage}"
-    )
-    train(method, recipe, store, folder, accelerator)
-    accelerator.end_training()
+    run_recipe(read_recipe(MedusaRecipe, DEFAULT_RECIPE, sys.argv[1:]), MedusaMethod)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from heads.medusa import MedusaHead, pack
 from heads.target import TargetEnds
 from tests.conftest import save_tiny_target
 from tests.train.conftest import Run, metrics
-from train import loop, medusa, state
+from train import loop, medusa, prepare, state
 from train.loop import learning_rate
 from train.recipe import Data
 from train.sampler import plan
@@ -354,7 +354,7 @@ class CappedEnds:
 def test_the_teacher_is_the_targets_own_output_function(cap: float | None):
     ids_D, ends = torch.tensor([1, 4, 9, 20]), CappedEnds(cap)
     last_CH = 2 * torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
-    teacher = medusa.restricted_teacher(ends, ids_D, last_CH[:5])
+    teacher = prepare.restricted_output(ends, ids_D, last_CH[:5])
     torch.testing.assert_close(teacher(last_CH), ends.logits(last_CH)[:, ids_D])
     ends.widest = 0
     teacher(last_CH)

@@ -1,0 +1,259 @@
+"""The EAGLE trainer: its figures, going on from a parent, targets of all sizes, two processes, and what it can learn by heart."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.collect import Settings, collect
+from data_prep.store import FeatureStore
+from heads import Eagle1Head, Eagle3Head, load_head
+from heads.checkpoint import MANIFEST, WEIGHTS
+from heads.eagle import EagleHead
+from heads.errors import HeadwayError, sha256_file
+from heads.target import TargetEnds
+from tests.conftest import make_conversations, save_tiny_target, write_conversations
+from tests.heads.plain_eagle import PlainUnroll
+from tests.train.conftest import _reset, metrics
+from tests.train.test_processes import DDP, LAUNCH, ROOT, free_port, launch
+from train import eagle, loop
+
+Run = Callable[..., Path]
+EAGLE1 = (
+    "--head.kind=eagle",
+    "--head.draft_vocab_size=null",
+    '--head.losses={"smooth_l1": 1.0, "kl": 0.1}',
+    "--head.noise=0.1",
+)
+
+
+def make_store(folder: Path, target: Path, taps: str, count: int = 30, seed: int = 7) -> Path:
+    """A store of random conversations under a tiny target, in fp32."""
+    conversations = write_conversations(folder / "tiny.jsonl", make_conversations(count, seed))
+    collect(
+        Settings(
+            conversations=conversations,
+            out=folder / "store",
+            target=str(target),
+            taps=taps,
+            dtype="float32",
+            store_dtype="float32",
+            held_out=0,
+        )
+    )
+    return folder / "store"
+
+
+@pytest.fixture(scope="session")
+def tapped(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """Folder of a store of the tiny target with the taps of its 4 layers."""
+    return make_store(tmp_path_factory.mktemp("tapped"), tiny_target_dir, "1,2,3")
+
+
+@pytest.fixture
+def eagle_recipe(tmp_path: Path, tapped: Path, tiny_target_dir: Path) -> Path:
+    """An EAGLE-3 recipe of few steps, whose vocabulary leaves some of the text out."""
+    recipe = {
+        "target": str(tiny_target_dir),
+        "out": str(tmp_path / "head"),
+        "seed": 3,
+        "data": {"features": str(tapped), "held_out": 5},
+        "head": {"steps": 3, "draft_vocab_size": 40},
+        "optim": {"lr": 3e-3, "epochs": 2, "batch_tokens": 600, "warmup": 0.25},
+        "save": {"every": 3},
+        "log": {"wandb": "off"},
+    }
+    path = tmp_path / "eagle.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def train(eagle_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`train("--optim.lr=1e-2", out="other")`: a run in this process; returns the folder of the head."""
+
+    def run(*arguments: str, out: str = "head") -> Path:
+        _reset()
+        folder = tmp_path / out
+        monkeypatch.setattr(sys, "argv", ["eagle.py", f"--config={eagle_recipe}", f"--out={folder}", *arguments])
+        eagle.main()
+        return folder
+
+    return run
+
+
+def read(folder: Path) -> EagleHead:
+    head = load_head(folder)
+    assert isinstance(head, EagleHead)
+    return head
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_validation_figures_equal_a_plain_unroll(
+    train: Run, tapped: Path, tiny_target_dir: Path, kind: str, capsys: pytest.CaptureFixture[str]
+):
+    """The best checkpoint's logged accuracies, counted again on every row of the held-out conversations."""
+    folder = train(*(EAGLE1 if kind == "eagle" else ()))
+    assert "coverage: training " in capsys.readouterr().out
+    head, store, ends = read(folder), FeatureStore.open(tapped), TargetEnds.load(str(tiny_target_dir))
+    assert isinstance(head, Eagle1Head if kind == "eagle" else Eagle3Head)
+    served, correct, reached, accepted = ([0] * 3 for _ in range(4))
+    for row in loop.split_rows(store, 5)[1]:
+        stored = store[row]
+        states_TF = torch.cat([stored.taps[tap] for tap in head.taps] or [stored.last_TH], 1)
+        with torch.no_grad():
+            logits_STD = PlainUnroll(head)(states_TF, ends.embed(stored.ids_T), 3, ends.logits)
+        ids_ST = head.target_ids()[logits_STD.argmax(-1)]
+        for t in range(len(stored.ids_T)):
+            prefix = True
+            for step in range(3):
+                turns = stored.turn_T[t + 1 : t + 3 + step].tolist()
+                if len(turns) < step + 2 or turns[0] == 0 or len(set(turns)) > 1:
+                    continue
+                right = bool(ids_ST[step, t] == stored.ids_T[t + 2 + step])
+                served[step] += 1
+                correct[step] += right
+                reached[step] += prefix
+                prefix = prefix and right
+                accepted[step] += prefix
+    best = head.manifest["best"]
+    assert best["rows"] == served
+    assert best["accuracy"] == pytest.approx([c / s for c, s in zip(correct, served, strict=True)])
+    assert best["conditional"] == pytest.approx([a / max(1, r) for a, r in zip(accepted, reached, strict=True)])
+    rows = metrics(folder, "train")
+    assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]
+    assert head.manifest["made_by"] == "train/eagle.py"
+
+
+def test_accumulation_changes_neither_figures_nor_weights(train: Run):
+    """Case 2: the same windows in one pass, or in several of which some are empty."""
+    whole, split = train(out="whole"), train("--optim.accumulation=7", out="split")
+    for a, b in zip(metrics(whole, "train"), metrics(split, "train"), strict=True):
+        assert a["rows"] == b["rows"]
+        for key in ("losses", "accuracy", "conditional", "tau"):
+            assert a[key] == pytest.approx(b[key], rel=1e-5), key
+    left, right = read(whole).state_dict(), read(split).state_dict()
+    for name in left:
+        assert (left[name].double() - right[name].double()).norm() <= 1e-5 * left[name].double().norm(), name
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL."""
+
+
+def test_a_killed_run_draws_the_same_noise_again(train: Run, monkeypatch: pytest.MonkeyPatch):
+    """Case 13, where random numbers matter: EAGLE-1's noise on the features."""
+    expected = train(*EAGLE1, out="uninterrupted")
+    step = loop._Run.train_step
+
+    def dying(run: Any, window: Any) -> None:
+        step(run, window)
+        if window.step == 4:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "train_step", dying)
+        with pytest.raises(Killed):
+            train(*EAGLE1)
+    assert (train(*EAGLE1) / WEIGHTS).read_bytes() == (expected / WEIGHTS).read_bytes()
+
+
+def test_going_on_from_a_parent_keeps_its_vocabulary(train: Run, tiny_target_dir: Path, tmp_path: Path):
+    """Case 10: on text whose frequent tokens are others; another size, kind or shape is refused."""
+    parent = train(out="parent")
+    other = make_store(tmp_path, tiny_target_dir, "1,2,3", count=12, seed=99)
+    features = f"--data.features={other}"
+    child = train(f"--head.parent={parent}", features, "--optim.max_steps=1", "--optim.lr=1e-9", out="child")
+    fresh = train(features, "--optim.max_steps=1", out="fresh")
+    ids = [read(folder).target_ids().tolist() for folder in (parent, child, fresh)]
+    assert ids[0] == ids[1] != ids[2]
+    assert read(child).manifest["parent"] == {"manifest_sha256": sha256_file(parent / MANIFEST)}
+    before, after = load_file(parent / WEIGHTS), load_file(child / WEIGHTS)
+    for name in before:
+        torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-6, msg=name)
+    for change, message in [
+        (["--head.draft_vocab_size=41"], "its draft_vocab_size is 40, the recipe and the target ask for 41"),
+        (["--head.fc_norm=true"], "its fc_norm is False"),
+        (EAGLE1, "a head of kind 'eagle3', head.kind is 'eagle'"),
+    ]:
+        with pytest.raises(HeadwayError, match=message):
+            train(f"--head.parent={parent}", *change, out="refused")
+        assert not (tmp_path / "refused").exists()
+
+
+def test_a_vocabulary_larger_than_the_text_is_filled_alike_each_time(train: Run, caplog: pytest.LogCaptureFixture):
+    """Case 11."""
+    short = ("--head.draft_vocab_size=250", "--optim.max_steps=1")
+    with caplog.at_level(logging.WARNING):
+        ids_D = read(train(*short, out="one")).target_ids()
+    assert any("only" in message and "of its 250 tokens were seen" in message for message in caplog.messages)
+    assert torch.equal(ids_D, read(train(*short, out="two")).target_ids())
+    assert len(ids_D.unique()) == 250
+
+
+def test_full_vocabulary_and_a_frozen_output(train: Run, tiny_target_dir: Path):
+    """D = V has no map; an output that is not trained stays the target's rows."""
+    folder = train("--head.draft_vocab_size=null", "--head.train_output=false", "--optim.max_steps=2")
+    head = read(folder)
+    assert "d2t" not in head.state_dict()
+    assert torch.equal(head.state_dict()["lm_head.weight"], TargetEnds.load(str(tiny_target_dir)).lm_head_weight)
+
+
+@pytest.mark.parametrize(("layers", "taps"), [(1, "0"), (2, "0,1"), (5, "1,2,4")])
+def test_small_targets(train: Run, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, layers: int, taps: str):
+    """Case 18: fewer than 8 layers, tied embeddings, an lm_head padded past the tokenizer."""
+    target = save_tiny_target(
+        tmp_path / "target",
+        tiny_tokenizer,
+        num_hidden_layers=layers,
+        tie_word_embeddings=True,
+        vocab_size=len(tiny_tokenizer) + 13,
+    )
+    store = make_store(tmp_path, target, taps, count=8)
+    head = read(train(f"--target={target}", f"--data.features={store}", "--data.held_out=2", "--optim.max_steps=2"))
+    assert head.config.vocab_size == len(tiny_tokenizer) + 13
+    assert ",".join(map(str, head.taps)) == taps
+
+
+def test_a_store_without_the_taps_is_refused(train: Run, features: Path, tmp_path: Path):
+    with pytest.raises(HeadwayError, match=r"collect with --taps 1,2,3 into a new folder"):
+        train(f"--data.features={features}")
+    with pytest.raises(HeadwayError, match=r"head.taps is \[4\]; target .* has layers 0 to 3"):
+        train("--head.taps=[4]")
+    assert not (tmp_path / "head").exists()
+
+
+def test_it_learns_short_conversations_by_heart(train: Run, tiny_target_dir: Path, tmp_path: Path):
+    """Eight conversations, greedy or not: what comes next at every step is learnt."""
+    store = make_store(tmp_path, tiny_target_dir, "1,2,3", count=9)
+    settings = ("--data.held_out=1", "--optim.epochs=90", "--optim.batch_tokens=400", "--optim.lr=1e-2")
+    shape = ("--head.draft_vocab_size=null", '--head.losses={"ce": 1.0}', "--save.every=1000")
+    folder = train(f"--data.features={store}", *settings, *shape)
+    last = metrics(folder, "train")[-3:]
+    for step in range(3):
+        assert min(row["accuracy"][step] for row in last) > 0.9, last[-1]["accuracy"]
+
+
+def test_two_processes_equal_one(train: Run, eagle_recipe: Path, tmp_path: Path):
+    """The same global batch on two gloo processes: the same figures, and weights to rounding."""
+    single = train("--optim.epochs=1", out="single")
+    command = [*LAUNCH, *DDP, "--main_process_port", free_port(), str(ROOT / "train" / "eagle.py")]
+    arguments = [f"--config={eagle_recipe}", f"--out={tmp_path / 'double'}", "--optim.epochs=1"]
+    code, output = launch([*command, *arguments], timeout=600)
+    assert code == 0, output
+    assert "2 process(es) on cpu, MULTI_CPU" in output
+    left, right = read(single).state_dict(), read(tmp_path / "double").state_dict()
+    for name in left:
+        assert (left[name].double() - right[name].double()).norm() <= 1e-5 * left[name].double().norm(), name
+    for one, two in zip(metrics(single, "train"), metrics(tmp_path / "double", "train"), strict=True):
+        assert one["rows"] == two["rows"]
+        assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)

@@ -1,0 +1,132 @@
+"""What every trainer over a feature store does around the loop: inputs that fit, a draft vocabulary, the target's output.
+
+Shapes: C rows of a chunk, H hidden, V vocabulary, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from data_prep.store import MANIFEST, FeatureStore, read_manifest
+from heads.errors import HeadwayError, sha256_file
+from heads.losses import Output
+from heads.target import TargetEnds, fingerprint, resolve
+from heads.vocabulary import DraftVocabulary
+from train.loop import Method, make_accelerator, split_rows, train
+from train.recipe import Recipe, as_json
+from train.state import RunFolder
+
+VERSIONS = ("headway", "torch", "transformers", "accelerate", "deepspeed")
+
+
+class VocabularyMethod(Method, Protocol):
+    """A method whose head has a draft vocabulary: its size, and the share of the supervised tokens that it covers."""
+
+    vocabulary_size: int
+    coverage: dict[str, float]
+
+
+def run_recipe(recipe: Recipe, make_method: Callable[[Any, FeatureStore, TargetEnds], VocabularyMethod]) -> None:
+    """Train by a recipe from start, or from where it was, to its end.
+
+    Raises HeadwayError for a store of another target, and whatever method and loop object to.
+    """
+    accelerator = make_accelerator(recipe)
+    store_folder = Path(recipe.data.features)
+    features = read_manifest(store_folder)
+    made_for, target = features["target"], {"name": recipe.target, "fingerprint": fingerprint(resolve(recipe.target))}
+    if made_for["fingerprint"] != target["fingerprint"]:
+        raise HeadwayError(
+            f"{store_folder}: collected from target {made_for['name']} ({made_for['fingerprint'][:12]}), the recipe's is "
+            f"{target['name']} ({target['fingerprint'][:12]}); collect again, or name the target that was used"
+        )
+    identity = {
+        "recipe": as_json(recipe),
+        "target": target,
+        "features": {"manifest_sha256": sha256_file(store_folder / MANIFEST), **features["totals"]},
+    }
+    folder = RunFolder(recipe.out, identity)
+    if folder.finished:
+        best = folder.finished["best"]
+        accelerator.print(f"{recipe.out}: already finished (simulated tau {best['tau']:.3f}); nothing to do")
+        return
+    store = FeatureStore.open(store_folder, checksums=accelerator.is_main_process)
+    ends = TargetEnds.load(recipe.target, device=str(accelerator.device))
+    method = make_method(recipe, store, ends)
+    coverage = " ".join(f"{kind} {share:.2%}" for kind, share in method.coverage.items())
+    accelerator.print(
+        f"{len(store)} conversations, {store.tokens:,} tokens, {store.supervised_tokens / store.tokens:.1%} supervised; "
+        f"draft vocabulary {method.vocabulary_size:,} of {ends.vocab_size:,}, coverage: {coverage}"
+    )
+    train(method, recipe, store, folder, accelerator)
+    accelerator.end_training()
+
+
+def supervised_counts(store: FeatureStore, held_out: int) -> dict[str, Tensor]:
+    """[V] each: how often each token is supervised in the "training" and in the "held_out" conversations."""
+    held_out_V = torch.zeros_like(store.supervised_counts())
+    for row in split_rows(store, held_out)[1]:
+        stored = store[row]
+        held_out_V += torch.bincount(stored.ids_T[stored.turn_T > 0], minlength=len(held_out_V))
+    return {"training": store.supervised_counts() - held_out_V, "held_out": held_out_V}
+
+
+def coverage(vocabulary: DraftVocabulary, counts: dict[str, Tensor]) -> dict[str, float]:
+    """The share of the supervised tokens of each part that the vocabulary holds."""
+    return {part: vocabulary.coverage(counts_V) for part, counts_V in counts.items()}
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """All special tokens, the reserved ones included."""
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def facts(made_by: str, method: VocabularyMethod) -> dict[str, Any]:
+    """What every head's manifest says beside the loop's own entries."""
+    return {
+        "kind": "head",
+        "made_by": made_by,
+        "versions": versions(),
+        "draft_vocabulary": {"size": method.vocabulary_size, "coverage": method.coverage},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run's weights depend on."""
+    found = {}
+    for name in VERSIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def restricted_output(ends: TargetEnds, ids_D: Tensor, probe_CH: Tensor) -> Output:
+    """The target's output function over the draft vocabulary, [C, H] -> [C, D]; a gradient goes through to the states.
+
+    Where that function is the plain product with lm_head, which is found out on the real states `probe_CH`, only the rows of the
+    draft vocabulary are multiplied; with a soft cap, scale or bias the whole function runs and its columns are taken.
+    """
+    weight_VH = ends.lm_head_weight
+    everything = len(ids_D) == len(weight_VH)
+    ids_D = ids_D.to(weight_VH.device)
+    weight_DH = weight_VH if everything else weight_VH[ids_D]
+
+    def whole(last_CH: Tensor) -> Tensor:
+        logits_CV = ends.logits(last_CH.to(weight_VH.device, weight_VH.dtype))
+        return logits_CV if everything else logits_CV[..., ids_D]
+
+    def plain(last_CH: Tensor) -> Tensor:
+        return last_CH.to(weight_DH.dtype) @ weight_DH.T
+
+    expected = whole(probe_CH).float()
+    error = (plain(probe_CH.to(weight_VH.device)).float() - expected).abs().max()
+    return plain if error <= 1e-2 * expected.abs().max() else whole
