@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 BUCKET = 64  # the keys a pass sees are a multiple of this, so that shapes repeat
+FIXED_BUCKET = 512  # slots of a cache of fixed shape are a multiple of this
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -70,12 +71,14 @@ class _SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """Cache for `rows` sequences of at most `capacity` tokens, tree nodes of the running pass included.
 
-    `lengths_B` (on the device) and `lengths` (on the host) are the committed tokens of each row.
+    `lengths_B` (on the device) and `lengths` (on the host) are the committed tokens of each row. `fixed`: every pass sees
+    all slots and writes by index, so that passes of one number of nodes are one compiled graph.
     """
 
-    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device, fixed: bool = False) -> None:
         super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
-        self.capacity = -(-capacity // BUCKET) * BUCKET
+        self.fixed, self.bucket = fixed, FIXED_BUCKET if fixed else BUCKET
+        self.capacity = -(-capacity // self.bucket) * self.bucket
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self.lengths = [0] * rows
         self.view = 0
@@ -90,16 +93,16 @@ class SlotCache(Cache):
         need = max(self.lengths) + behind + nodes
         if need > self.capacity:
             raise ValueError(f"cache of {self.capacity} slots, {need} needed")
-        self.view = min(self.capacity, -(-need // BUCKET) * BUCKET)
+        self.view = self.capacity if self.fixed else min(self.capacity, -(-need // BUCKET) * BUCKET)
         # rows of one length (a single row, above all) are written as one block
-        self.start = self.lengths[0] + behind if len(set(self.lengths)) == 1 else None
+        self.start = self.lengths[0] + behind if len(set(self.lengths)) == 1 and not self.fixed else None
         self.slots_BN = self.lengths_B[:, None] + torch.arange(behind, behind + nodes, device=self.lengths_B.device)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row: a cache that is too small at least doubles, and keeps what it holds."""
         if tokens <= self.capacity:
             return
-        capacity = -(-max(tokens, 2 * self.capacity) // BUCKET) * BUCKET
+        capacity = -(-max(tokens, 2 * self.capacity) // self.bucket) * self.bucket
         for layer in self.layers:
             if layer.is_initialized:
                 more = (0, 0, 0, capacity - self.capacity)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eval.cache import SlotCache
+from heads.errors import HeadwayError
 from heads.linear import FewRowsLinear, few_rows_linear, rms_norm
 from heads.target import States, Target
 
@@ -42,6 +43,17 @@ def _fits(target: Target) -> bool:
     linears = [module for layer in decoder.layers for module in layer.modules() if hasattr(module, "in_features")]
     plain = all(type(module) in (nn.Linear, FewRowsLinear) for module in linears)
     return plain and target.config._attn_implementation == "sdpa"
+
+
+def compile_target(target: Target) -> None:
+    """Let the target's layers run compiled. Raises HeadwayError where its build has no lean pass."""
+    lean = lean_decoder(target)
+    if lean is None:
+        raise HeadwayError(
+            f"target '{target.name}' ({target.config.model_type}): only {', '.join(FAMILIES)} with plain weights are "
+            "compiled; leave out --compile"
+        )
+    lean.compile()
 
 
 class _Joined:
@@ -108,6 +120,12 @@ class LeanDecoder:
         self.layers = [_Layer(layer, head_dim) for layer in decoder.layers]
         self.kinds = getattr(config, "layer_types", None) or [""] * len(self.layers)
         self.groups = self.layers[0].query_heads // self.layers[0].key_heads
+        self.compiled, self._run = False, self._through_layers
+
+    def compile(self, backend: str = "inductor") -> None:
+        """From now on verification passes run as one compiled graph for each shape; compiling one takes a minute or two."""
+        self.compiled = True
+        self._run = torch.compile(self._through_layers, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(
         self,
@@ -116,8 +134,12 @@ class LeanDecoder:
         masks: Tensor | dict[str, Tensor],
         cache: SlotCache,
         taps: Sequence[int] = (),
+        prefill: bool = False,
     ) -> States:
-        """One pass over the nodes that `cache.begin` prepared; `masks` as eval.masks.pass_masks gives them."""
+        """One pass over the nodes that `cache.begin` prepared; `masks` as eval.masks.pass_masks gives them.
+
+        A prefill is never compiled: hardly two have the same length.
+        """
         h_BNH = self.embed(ids_BN)
         cos_BNE, sin_BNE = self.rotary(h_BNH, positions_BN)
         half = sin_BNE.shape[-1] // 2
@@ -126,12 +148,24 @@ class LeanDecoder:
             by_kind = {kind: self._additive(mask, h_BNH.dtype) for kind, mask in masks.items()}
         else:
             by_kind = dict.fromkeys(self.kinds, self._additive(masks, h_BNH.dtype))
-        captured: dict[int, Tensor] = {}
+        run = self._through_layers if prefill else self._run
+        last_BNH, tapped = run(h_BNH, cos, sin, by_kind, cache, tuple(taps))
+        return States(last_BNH, dict(zip(taps, tapped, strict=True)))
+
+    def _through_layers(
+        self,
+        h_BNH: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        masks: dict[str, Tensor],
+        cache: SlotCache,
+        taps: tuple[int, ...],
+    ) -> tuple[Tensor, list[Tensor]]:
+        entering: dict[int, Tensor] = {}
         for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
-            if number in taps:
-                captured[number] = h_BNH
-            h_BNH = layer(h_BNH, cos, sin, by_kind[kind], cache.layers[number])
-        return States(normed(h_BNH, self.norm), captured)
+            entering[number] = h_BNH
+            h_BNH = layer(h_BNH, cos, sin, masks[kind], cache.layers[number])
+        return normed(h_BNH, self.norm), [entering[tap] for tap in taps]
 
     def _additive(self, visible_B1NC: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, 1, G N, C]: 0 where visible, else minus infinity, once for each head of a group."""

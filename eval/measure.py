@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from eval import identity, protocol
 from eval.contenders import BASELINE, LOOKUP, Contender, build, check_name, fits, origin
 from eval.decode import Settings as DecodeSettings
+from eval.lean import compile_target
 from eval.ledger import Ledger
 from eval.progress import Steps
 from eval.prompts import Prompt, check_lengths, heldout_prompts, read_prompts
@@ -59,6 +60,7 @@ class Options:
         identity_prompts: prompts of the greedy identity pass in fp32
         identity_tokens: tokens of each
         allow_other_target: measure a head that was trained for another target, with a warning
+        compile: run the target's layers as a compiled graph (Llama, Mistral, Qwen2, Qwen3); for baseline and drafts alike
     """
 
     target: str = DEFAULT_TARGET
@@ -77,6 +79,7 @@ class Options:
     identity_prompts: int = 4
     identity_tokens: int = 32
     allow_other_target: bool = False
+    compile: bool = False
 
 
 def measure(options: Options, heads: Sequence[str], console: Console) -> Report:
@@ -85,6 +88,8 @@ def measure(options: Options, heads: Sequence[str], console: Console) -> Report:
     check(options, names)
     console.print(f"loading target '{options.target}'", markup=False, soft_wrap=True)
     target = Target.load(options.target, options.dtype, options.device)
+    if options.compile:
+        compile_target(target)
     check_heads(names, target, options.allow_other_target, console)
     contenders = [build(name, target, options.draft_length) for name in names]
     chosen, calibration = choose_prompts(options, target, contenders)
@@ -100,7 +105,7 @@ def measure(options: Options, heads: Sequence[str], console: Console) -> Report:
         measured = protocol.run(target, contenders, plan, steps)
         lossless = check_texts(target, plan, measured.ledgers)
         steps.heading("greedy identity in fp32")
-        exact, exact_contenders = exact_copies(target, contenders, options.draft_length)
+        exact, exact_contenders = exact_copies(target, contenders, options)
         differs = identity.identity(exact, exact_contenders, proof, options.identity_tokens, steps)
     for name, lines in differs.items():
         lossless[name]["greedy_identical"], lossless[name]["greedy_differs"] = not lines, lines
@@ -173,14 +178,14 @@ def check_texts(target: Target, plan: protocol.Plan, ledgers: dict[str, Ledger])
     }
 
 
-def exact_copies(
-    target: Target, contenders: Sequence[Contender], draft_length: int | None
-) -> tuple[Target, list[Contender]]:
+def exact_copies(target: Target, contenders: Sequence[Contender], options: Options) -> tuple[Target, list[Contender]]:
     """Target and contenders in fp32; the given ones where they are that already."""
     if str(target.dtype) == "torch.float32":
         return target, list(contenders)
     exact = Target.load(target.name, "float32", str(target.device))
-    return exact, [build(contender.name, exact, draft_length) for contender in contenders]
+    if options.compile:
+        compile_target(exact)
+    return exact, [build(contender.name, exact, options.draft_length) for contender in contenders]
 
 
 def describe_target(target: Target) -> TargetInfo:
@@ -259,7 +264,10 @@ def main() -> int:
     parser.add_argument(
         "--allow_other_target", action="store_true", help="measure a head trained for another target, with a warning"
     )
-    parser.add_class_arguments(Options, skip={"allow_other_target"})
+    parser.add_argument(
+        "--compile", action="store_true", help="run the target's layers compiled, baseline and drafts alike"
+    )
+    parser.add_class_arguments(Options, skip={"allow_other_target", "compile"})
     try:
         given = parser.parse_args().as_dict()
     except ArgumentError as error:

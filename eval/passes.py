@@ -40,8 +40,9 @@ class TargetPasses:
             )
         # a row that has ended stays in the batch: at its full length, with a root and a draft that nobody reads
         self.tokens = tokens
-        self.cache = SlotCache(target.num_layers, rows, tokens + 1 + drafts, target.device)
-        self.lean = lean_decoder(target)
+        self.lean, self.drafts = lean_decoder(target), drafts
+        compiled = self.lean is not None and self.lean.compiled
+        self.cache = SlotCache(target.num_layers, rows, tokens + 1 + drafts, target.device, fixed=compiled)
         # transformers renamed the argument; both names are in the supported range
         parameters = inspect.signature(type(target.decoder).forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -55,15 +56,18 @@ class TargetPasses:
             torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(len(prompts), -1, -1)
         )
         positions_BT = torch.arange(longest, device=device).expand(len(prompts), -1)
-        states = self._run(ids_BT, positions_BT, ancestors_BTT)
+        states = self._run(ids_BT, positions_BT, ancestors_BTT, prefill=True)
         self.cache.grow(torch.tensor(lengths, device=device), lengths)
         return ids_BT, states
 
     def fit(self, tree: DraftTree) -> DraftTree:
         """The tree without the nodes that lie past the target's last position; the draft that was offered.
 
-        Which nodes go depends on their depth alone, so what is verified keeps the target's law.
+        Which nodes go depends on their depth alone, so what is verified keeps the target's law. Where passes are compiled
+        the tree is padded to the largest there is, or is the root alone.
         """
+        if self.cache.fixed and 1 < tree.nodes <= self.drafts:
+            tree = tree.padded(1 + self.drafts)
         if max(self.cache.lengths) + tree.max_depth < self.limit:
             return tree
         past_BN = self.cache.lengths_B[:, None] + tree.positions() >= self.limit
@@ -88,11 +92,13 @@ class TargetPasses:
         self.cache.grow(counts_B, [min(pair) for pair in zip(counts, room, strict=True)])
 
     @torch.no_grad()
-    def _run(self, ids_BN: torch.Tensor, positions_BN: torch.Tensor, ancestors_BNN: torch.Tensor) -> States:
+    def _run(
+        self, ids_BN: torch.Tensor, positions_BN: torch.Tensor, ancestors_BNN: torch.Tensor, prefill: bool = False
+    ) -> States:
         self.cache.begin(ids_BN.shape[1])
         masks = pass_masks(self.target, self.cache, ancestors_BNN, positions_BN)
         if self.lean is not None:
-            return self.lean(ids_BN, positions_BN, masks, self.cache, self.taps)
+            return self.lean(ids_BN, positions_BN, masks, self.cache, self.taps, prefill)
         with self.target.capture(self.taps) as captured:
             output = self.target.decoder(
                 input_ids=ids_BN,

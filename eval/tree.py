@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from eval.chooser import Chooser
 from eval.law import Dense, Law, PointMass, without_token
@@ -218,6 +219,13 @@ class DraftTree:
     def cut(self, depth_B: Tensor) -> DraftTree:
         """The tree without the nodes that lie deeper than `depth_B` of their row: they become padding."""
         return replace(self, parents_BN=self.parents_BN.masked_fill(self.positions() > depth_B[:, None], PADDING))
+
+    def padded(self, nodes: int) -> DraftTree:
+        """The tree with padding up to `nodes` nodes a row."""
+        more = (0, nodes - self.nodes)
+        tokens_BN = F.pad(self.tokens_BN, more)
+        law = PointMass(tokens_BN) if isinstance(self.law, PointMass) else self.law
+        return replace(self, tokens_BN=tokens_BN, parents_BN=F.pad(self.parents_BN, more, value=PADDING), law=law)
 
     def child_with(self, node_B: Tensor, token_B: Tensor) -> Tensor:
         """The first child of each row's node that holds the token: node index [B], -1 if there is none."""

@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import sysconfig
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,14 +25,21 @@ MOST_ROWS = 48  # beyond this a blocked product reuses weights and rows alike, a
 WIDENED = 2**20  # elements of a bfloat16 weight that are held in float32 at a time
 
 
-def has_bf16_units() -> bool:
-    """Whether this CPU multiplies bfloat16 natively (AMX or AVX512-BF16)."""
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+# Whether this CPU multiplies bfloat16 natively.
+BF16_UNITS = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+_built: bool | None = None
 
 
-@cache
 def build_kernels() -> bool:
     """Compile and load the kernels, once in a process; False, with a warning, where there is no C++ compiler."""
+    global _built
+    if _built is None:
+        _built = _build()
+    return _built
+
+
+def _build() -> bool:
     name = f"headway_kernels_{platform.machine()}_{torch.backends.cpu.get_cpu_capability()}"
     flags = ["-O3", "-march=native", "-fopenmp"]
     source = Path(__file__).with_name("cpu_kernels.cpp")
@@ -69,7 +75,7 @@ def few_rows_linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tens
     x_RI = x.reshape(-1, x.shape[-1])
     if len(x_RI) <= MOST_ROWS and weight_OI.is_contiguous() and build_kernels():
         y_RO = torch.ops.headway.few_rows(x_RI.contiguous(), weight_OI, bias_O)
-    elif x.dtype == torch.bfloat16 and not has_bf16_units():
+    elif x.dtype == torch.bfloat16 and not BF16_UNITS:
         wide_RI = x_RI.float()
         pieces = weight_OI.split(max(1, WIDENED // weight_OI.shape[1]))
         y_RO = torch.cat([wide_RI @ piece.float().t() for piece in pieces], 1)

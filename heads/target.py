@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from heads.embedded import EMBEDDED, embedded_folder
 from heads.errors import HeadwayError
-from heads.linear import has_bf16_units, use_few_rows_linear
+from heads.linear import BF16_UNITS, use_few_rows_linear
 from heads.shell import GivenStates, find_decoder, output_shell
 
 DEFAULT_TARGET = EMBEDDED
@@ -95,7 +95,7 @@ def auto_dtype(dtype: str, device: torch.device) -> torch.dtype:
     Raises HeadwayError for a name that is not float32, bfloat16, float16 or float64.
     """
     if dtype == "auto":
-        fast = device.type != "cpu" or has_bf16_units()
+        fast = device.type != "cpu" or BF16_UNITS
         return torch.bfloat16 if fast else torch.float32
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if dtype not in names:

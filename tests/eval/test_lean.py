@@ -14,9 +14,13 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from eval.lean import lean_decoder
+from eval.decode import Settings, decode
+from eval.drafters.lookup import LookupDrafter
+from eval.drafters.none import NoDrafter
+from eval.lean import compile_target, lean_decoder
 from eval.passes import TargetPasses
 from eval.tree import DraftTree, TreeShape
+from heads.errors import HeadwayError
 from heads.target import Target
 from tests.conftest import save_tiny_target
 
@@ -88,6 +92,18 @@ def test_joined_weights_take_no_memory_of_their_own(tiny_target_dir: Any) -> Non
         assert part.weight.untyped_storage().data_ptr() == joined
 
 
+def test_compiled_layers_decode_the_same_text(tmp_path: Any, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """One graph without breaks, in batches whose rows have lengths of their own, past the first bucket of slots."""
+    target = make_target("mistral", tmp_path, tiny_tokenizer)
+    settings, prompts = Settings(max_new_tokens=40, stop_ids=()), [*PROMPTS, [9]]
+    plain = [output.ids for output in decode(target, NoDrafter(), prompts, settings).outputs]
+    lean = lean_decoder(target)
+    assert lean is not None
+    lean.compile(backend="aot_eager")
+    assert [output.ids for output in decode(target, NoDrafter(), prompts, settings).outputs] == plain
+    assert [output.ids for output in decode(target, LookupDrafter(), prompts, settings).outputs] == plain
+
+
 class Adapted(nn.Linear):
     """Stands for a quantised or adapted layer, whose weight is not all there is."""
 
@@ -97,3 +113,5 @@ def test_other_builds_go_through_transformers(tmp_path: Any, tiny_tokenizer: Pre
     target.decoder.layers[1].mlp.up_proj.__class__ = Adapted
     assert lean_decoder(target) is None
     assert TargetPasses(target, 1, 8).lean is None
+    with pytest.raises(HeadwayError, match="leave out --compile"):
+        compile_target(target)
