@@ -28,6 +28,7 @@ from heads.errors import HeadwayError, atomic_write_text, run_script, sha256_fil
 from heads.target import DEFAULT_TARGET, fingerprint, resolve
 
 FIRST_SHARE = 0.1  # of the tokens, in the round that finds out how long answers are
+ENOUGH = 0.99  # of the tokens: for the rest a round of a few long answers would take its time
 FIRST_MEAN = 150.0  # tokens of an answer, until some have been counted
 PASSED_ON = ("target", "server", "model", "max_new_tokens", "seed", "batch_size", "concurrency", "dtype", "device")
 
@@ -130,7 +131,7 @@ def build(settings: Settings) -> Progress:
     settings.out.mkdir(parents=True, exist_ok=True)
     atomic_write_text(settings.out / "settings.json", json.dumps(own, indent=1) + "\n")
     progress, number = Progress(), 0
-    while progress.tokens.total() < settings.tokens:
+    while progress.tokens.total() < ENOUGH * settings.tokens:
         run_round(settings, pools, progress, settings.out / f"round-{number:03d}.jsonl")
         number += 1
         print(f"after {number} rounds: {describe(progress)}", flush=True)

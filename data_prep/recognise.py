@@ -76,8 +76,8 @@ def recognise(row: Any) -> Chat:
         json.dumps([chat.messages, chat.tools, chat.id], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise Misfit("half a surrogate pair, which is no character") from error
-    except RecursionError as error:
-        raise Misfit("nested too deep") from error
+    except (RecursionError, TypeError) as error:  # such as times, which only data sets hold
+        raise Misfit("nested too deep, or values that JSON has not") from error
     return chat
 
 

@@ -91,7 +91,7 @@ def test_the_mix(settings: Make, made: list[int]) -> None:
     assert len({row["id"] for row in found}) == len(found)
     assert counted["small"] == 60  # all that it has
     assert counted["large"] == pytest.approx(750, abs=10)
-    assert 3000 <= counted.total() <= 3100
+    assert 2970 <= counted.total() <= 3100
     assert counted["invented"] == counted.total() - counted["large"] - 60
     by_source = dict(
         zip([*settings().source, SYNTHETIC], [counted[k] for k in ("large", "small", "invented")], strict=True)
@@ -106,7 +106,7 @@ def test_the_mix(settings: Make, made: list[int]) -> None:
 def test_without_sources_it_is_all_invented(settings: Make, made: list[int]) -> None:
     progress = build(settings(source=[], tokens=500))
     assert set(progress.tokens) == {SYNTHETIC}
-    assert 500 <= progress.tokens[SYNTHETIC] < 560
+    assert 495 <= progress.tokens[SYNTHETIC] < 560
 
 
 def test_the_same_set_after_every_interruption(
@@ -137,7 +137,7 @@ def test_the_same_set_after_every_interruption(
     assert len(made) == rounds
     larger = build(settings(tokens=4000))
     assert (settings().out / "conversations.jsonl").read_bytes().startswith(expected)
-    assert 4000 <= larger.tokens.total() < 4100
+    assert 3960 <= larger.tokens.total() < 4100
 
 
 def test_another_set_is_refused(settings: Make, made: list[int], tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_for_real(
     said = capsys.readouterr().out.splitlines()[-1]
     found = read_conversations(given.out / "conversations.jsonl")
     tokens = sum(sum(map(len, row["token_ids"])) for row in rows(given.out / "conversations.jsonl"))
-    assert 400 <= tokens < 800
+    assert 396 <= tokens < 800
     assert f"conversations.jsonl: {tokens:,} answer tokens in " in said
     assert f"of {SYNTHETIC} (" in said
     assert {row.id.split("-")[0] for row in found} == {"syn", "p"}

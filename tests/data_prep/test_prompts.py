@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,7 @@ def test_tools(row: Row) -> None:
         ({"messages": [user("a"), assistant("", tool_calls=[{"id": "c"}])]}, "function name"),
         ({"messages": [user("\ud83d")]}, "surrogate"),
         ({"messages": [user("a")], "tools": [{"name": "\ud83d"}]}, "surrogate"),
+        ({"messages": [user("a")], "tools": [{"made": datetime(2026, 1, 1)}]}, "values that JSON has not"),
         ({"prompt": [15496, 995]}, "turn is no object"),
         ({"instruction": "do", "input": ["this"]}, "'input' is no text"),
         ({"question": {"text": "q?"}}, "'question' is no text"),
