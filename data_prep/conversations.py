@@ -20,9 +20,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import math
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +29,7 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
+from data_prep import strict_json
 from data_prep.render import REASONING, Rendered, prompt_ids, render, render_all
 from heads.errors import HeadwayError, run_script
 from heads.target import DEFAULT_TARGET
@@ -49,7 +48,6 @@ __all__ = [
 SAMPLES = Path(__file__).resolve().parent / "samples" / "smollm2-conversations.jsonl"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FINISH_REASONS = ("stop", "length")
-MAX_DEPTH = 64  # of objects and lists in a row: deeper ones overflow the stack of what prints them
 
 
 @dataclass(frozen=True)
@@ -108,28 +106,18 @@ def _parse_json(text: str | bytes, where: str) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+        return strict_json.loads(text)
     except UnicodeDecodeError as error:
         raise HeadwayError(f"{where}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise HeadwayError(
             f"{where}: malformed JSON at column {error.colno} ({error.msg}); mend or remove the line"
         ) from error
-    except (RecursionError, ValueError) as error:  # nested too deep; a number of too many digits; the two hooks
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # nested too deep; a number of too many digits; NaN, a field given twice
         raise HeadwayError(f"{where}: JSON that cannot be read ({error}); mend or remove the line") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, none of whose fields is given twice: readers differ in which of the two they keep."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"field {short(counts.most_common(1)[0][0])} is given twice")
-    return fields
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def parse_conversation(row: Any, where: str) -> Conversation:
@@ -158,20 +146,11 @@ def parse_conversation(row: Any, where: str) -> Conversation:
     return replace(unnamed, id=_id(row, where) or f"row-{unnamed.content_hash()[:16]}")
 
 
-def _check_values(row: dict[str, Any], where: str) -> None:
-    """Raise HeadwayError for values that a template could not print as they were meant."""
-    level: list[Any] = [row]
-    for _ in range(MAX_DEPTH):
-        for value in level:
-            if isinstance(value, float) and not math.isfinite(value):
-                raise HeadwayError(f"{where}: a number that is not finite; mend or remove the line")
-            if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-                raise HeadwayError(f"{where}: half a surrogate pair, which is no character; mend or remove the line")
-        inside = [[*value, *value.values()] if isinstance(value, dict) else value for value in level]
-        level = [each for values in inside if isinstance(values, list) for each in values]
-        if not level:
-            return
-    raise HeadwayError(f"{where}: nested more than {MAX_DEPTH} deep; mend or remove the line")
+def _check_values(value: Any, where: str) -> None:
+    try:
+        strict_json.check_values(value)
+    except ValueError as error:
+        raise HeadwayError(f"{where}: {error}; mend or remove the line") from error
 
 
 def _finish_reason(row: dict[str, Any], last: dict[str, Any], where: str) -> str:

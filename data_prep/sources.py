@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data_prep import strict_json
 from data_prep.recognise import Misfit
 from heads.errors import HeadwayError
 
@@ -72,7 +72,7 @@ def _is_one_document(path: Path) -> bool:
 
 def _document(source: str, path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        document = json.loads(path.read_bytes().decode("utf-8-sig"))
+        document = strict_json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise HeadwayError(f"{source}: is no JSON ({error}); mend it, or give JSON lines") from error
     rows = document if isinstance(document, list) else [document]
@@ -89,7 +89,7 @@ def _lines(source: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parsed(raw: bytes) -> Any:
     try:
-        return json.loads(raw.decode("utf-8-sig"))
+        return strict_json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return Misfit("not UTF-8")
     except (ValueError, RecursionError):  # also nested too deep, or a number of too many digits
