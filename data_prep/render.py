@@ -21,11 +21,7 @@ if TYPE_CHECKING:
     from data_prep.conversations import Conversation
 
 Message = dict[str, Any]
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # the names templates and servers use; transformers unites them
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; transformers gives templates theirs
 MARKS = "".join(map(chr, range(0xE000, 0xE100)))  # private use: no template means anything by them
 # What a template can raise on messages that it was not written for.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -120,9 +116,9 @@ def _extents(tokenizer: Any, ids: Sequence[int], offsets: Sequence[tuple[int, in
     """Characters of each token. Byte-level tokenizers may leave the blank that a token starts with out of its offset;
     it is the token's all the same, and the one before an answer can be the template's. Some special tokens swallow the
     white space behind them, which is not the next one's then."""
-    extents, before = [], 0
+    extents, before, swallowing = [], 0, _swallowing(tokenizer)
     for t, (start, end) in enumerate(offsets):
-        swallowed = t > 0 and ids[t - 1] in _swallowing(tokenizer)
+        swallowed = t > 0 and ids[t - 1] in swallowing
         extents.append((start if swallowed else min(start, before), end))
         before = end
     return extents

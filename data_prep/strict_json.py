@@ -28,13 +28,20 @@ def check_values(value: Any) -> None:
         for each in level:
             if isinstance(each, float) and not math.isfinite(each):
                 raise ValueError("a number that is not finite")
-            if isinstance(each, str) and any("\ud800" <= character <= "\udfff" for character in each):
-                raise ValueError("half a surrogate pair, which is no character")
+            if isinstance(each, str):
+                _check_characters(each)
         inside = [[*each, *each.values()] if isinstance(each, dict) else each for each in level]
         level = [each for values in inside if isinstance(values, list) for each in values]
         if not level:
             return
     raise ValueError(f"nested more than {MAX_DEPTH} deep")
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("half a surrogate pair, which is no character") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
