@@ -22,7 +22,7 @@ class Round:
     `asked` is the draft length that a controller chose (eval/adaptive.py), 0 for none; None: as the drafter pleased.
     `drafted` counts the draft tokens proposed, `accepted` those verified before the cut, `emitted` the tokens kept
     after the cut, the target's own (bonus) token included. `stop` says what ended the output in this round: "eos",
-    "stop" or "length"; None if it goes on.
+    "stop" or "length" ("text" where a stored text is replayed); None if it goes on.
 
     Seconds are this row's share of the pass (the pass's time over `rows`, the rows that took part), so that sums over
     rows are wall time. `draft_s` is the drafter, `verify_s` the target's pass and the acceptance, `host_s` the rest.

@@ -81,7 +81,7 @@ def grow_dynamic(root_B: Tensor, logits_BD: Tensor, expand: Expand, size: TreeSi
         parent_BX = (place_BK + start).repeat_interleave(width, 1)
         pool.add((score_BK[..., None] + step_BKR).flatten(1), target_ids_D[ids_BKR].flatten(1), parent_BX)
         start += pool.scores[-2].shape[1]
-        place_BK = best_first(pool.scores[-1], width)
+        place_BK = best_first(pool.scores[-1], size.k)
         above_BK, score_BK = place_BK // width, pool.scores[-1].gather(1, place_BK)
         token_BK = pool.tokens[-1].gather(1, place_BK)
     return _tree(root_B, pool, size, width)
@@ -122,17 +122,14 @@ class DynamicTreeDrafter(EagleDrafting):
         depth = max(counts)
         if depth == 0:
             return DraftTree.root_only(root_B)
-        width = min(self.size.k, len(self.target_ids_D))
-        features_BH, hidden_BH = self.passes.follow(sequences, width * (depth - 1))
-        features_BKH = features_BH[:, None]
-        own_KK = torch.eye(width, dtype=torch.bool, device=root_B.device)
-        ancestors_BKM = own_KK.expand(len(root_B), -1, -1)
+        features_BH, hidden_BH = self.passes.follow(sequences, self.size.k * (depth - 1))
+        features_BKH, ancestors_BKM = features_BH[:, None], root_B.new_empty(len(root_B), 1, 0, dtype=torch.bool)
 
         def expand(token_BK: Tensor, above_BK: Tensor, level: int) -> Tensor:
             nonlocal features_BKH, ancestors_BKM
+            own_KK = torch.eye(token_BK.shape[1], dtype=torch.bool, device=root_B.device)
+            ancestors_BKM = torch.cat([_rows_at(ancestors_BKM, above_BK), own_KK.expand(len(root_B), -1, -1)], 2)
             features_BKH = _rows_at(features_BKH, above_BK)
-            if level > 1:
-                ancestors_BKM = torch.cat([_rows_at(ancestors_BKM, above_BK), own_KK.expand(len(root_B), -1, -1)], 2)
             features_BKH, hidden_BKH = self.passes.step(features_BKH, token_BK, level, ancestors_BKM)
             return self.passes.logits(hidden_BKH)
 

@@ -1,0 +1,161 @@
+"""Replay against decoding on the embedded target: every round of 64 held-out answers, fp32.
+
+    python benchmarks/replay.py --heads artifacts/demo/medusa --heads artifacts/eagle3   # writes benchmarks/results/eagle-replay.json
+
+The answers are written by the decode loop without a draft, greedily and sampled at temperature 1. Each head then replays them,
+once for chains of all lengths and once for a static tree, and really decodes them; every round is compared. What a
+round accepts may differ only where fp32 rounds two nearly equal logits apart: such rounds are listed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import auto_cli
+from results_file import write_result
+
+from data_prep.conversations import SAMPLES, prompt_ids, read_conversations, split_heldout
+from data_prep.store import StoredConversation
+from eval.decode import Settings, decode
+from eval.drafters import Drafter
+from eval.drafters.eagle import EagleDrafter, EagleTreeDrafter
+from eval.drafters.eagle_passes import TargetFunctions
+from eval.drafters.medusa import MedusaDrafter, MedusaTreeDrafter
+from eval.drafters.none import NoDrafter
+from eval.ledger import Ledger
+from eval.metrics import mean_accepted_length
+from eval.replay import TextRanks, chain, text_ranks, walk
+from eval.replay_steps import stored_text
+from eval.sampling import Sampling
+from eval.tree import TreeShape
+from heads import load_head
+from heads.checkpoint import Head
+from heads.eagle import EagleHead
+from heads.medusa import MedusaHead
+from heads.target import DEFAULT_TARGET, Target
+
+PROMPTS, TOKENS, ROWS, STEPS = 64, 64, 16, 4
+TREE = TreeShape.of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)])
+LISTED = 20  # differing rounds that a result names
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Prompts, how they are answered, and the answers as a store would keep them."""
+
+    prompts: list[list[int]]
+    sampling: Sampling
+    ids: list[list[int]]
+    stored: list[StoredConversation]
+
+    @staticmethod
+    def written(target: Target, prompts: list[list[int]], sampling: Sampling, tokens: int) -> Answers:
+        """By the decode loop without a draft."""
+        ledger, _ = decoded(target, NoDrafter(), prompts, sampling, tokens)
+        ids = [output.ids for output in ledger.outputs]
+        stored = [
+            stored_text(target, str(number), [*prompt, *answer], [0] * len(prompt) + [1] * len(answer))
+            for number, (prompt, answer) in enumerate(zip(prompts, ids, strict=True))
+        ]
+        return Answers(prompts, sampling, ids, stored)
+
+
+def decoded(
+    target: Target, drafter: Drafter, prompts: Sequence[list[int]], sampling: Sampling, tokens: int
+) -> tuple[Ledger, float]:
+    """All prompts in batches, each under a seed of its own; returns the ledger and the seconds."""
+    ledger, begun = Ledger(), time.monotonic()
+    for first in range(0, len(prompts), ROWS):
+        part = list(prompts[first : first + ROWS])
+        made = decode(target, drafter, part, Settings(tokens, sampling=sampling, seed=first))
+        ledger.absorb(made, range(first, first + len(part)))
+    return ledger, time.monotonic() - begun
+
+
+def compare(answers: Answers, made: Ledger, real: Ledger) -> dict[str, Any]:
+    """Rounds that are equal, and those that are not. An answer that came out as another text is compared up to there."""
+    rounds, different, texts = 0, [], 0
+    for number, answer in enumerate(answers.ids):
+        ours, theirs = ([row for row in ledger.rounds if row.prompt == number] for ledger in (made, real))
+        other = next(output.ids for output in real.outputs if output.prompt == number)
+        same = next((i for i, pair in enumerate(zip(answer, other, strict=False)) if pair[0] != pair[1]), len(answer))
+        texts += same < len(answer)
+        for mine, its in zip(ours, theirs, strict=False):
+            if mine.position != its.position or mine.position + mine.emitted > same:
+                break
+            rounds += 1
+            accepted = min(its.accepted, len(answer) - its.position)
+            if (mine.accepted, mine.emitted) != (accepted, its.emitted):
+                different.append(
+                    {"answer": number, "position": mine.position, "replayed": mine.accepted, "decoded": accepted}
+                )
+                break
+    return {"rounds": rounds, "different": len(different), "named": different[:LISTED], "other_texts": texts}
+
+
+def drafters(head: Head, target: Target, steps: int) -> list[tuple[str, TreeShape, Drafter]]:
+    """Chains of all lengths, and a static tree where the head has one; none of them sampled."""
+    lengths = range(1, steps + 1)
+    if isinstance(head, MedusaHead):
+        made: list[tuple[str, TreeShape, Drafter]] = [
+            (f"chain {length}", chain(length), MedusaDrafter(head, length, target.embed)) for length in lengths
+        ]
+        if not head.config.hydra and head.config.num_heads >= TREE.max_depth:
+            made.append(("tree", TREE, MedusaTreeDrafter(head, TREE)))
+        return made
+    assert isinstance(head, EagleHead)
+    functions = TargetFunctions(target.embed, target.logits)
+    made = [
+        (f"chain {length}", chain(length), EagleDrafter(head, functions, length, sampled=False)) for length in lengths
+    ]
+    return [*made, ("tree", TREE, EagleTreeDrafter(head, functions, TREE))]
+
+
+def ranks_of(head: Head, target: Target, answers: Answers, steps: int) -> tuple[list[TextRanks], float]:
+    """The head over all answers, and the seconds."""
+    begun = time.monotonic()
+    return [text_ranks(head, target.ends, stored, steps) for stored in answers.stored], time.monotonic() - begun
+
+
+def measure(
+    heads: list[Path], target: str = DEFAULT_TARGET, count: int = PROMPTS, tokens: int = TOKENS, steps: int = STEPS
+) -> dict[str, Any]:
+    """Compare every round.
+
+    Args:
+        heads: folders of the heads
+        target: the target they were trained for
+        count: held-out conversations
+        tokens: of each answer at most
+        steps: the longest chain; a Medusa head with fewer heads drafts as many as it has
+    """
+    model = Target.load(target, "float32")
+    _, heldout = split_heldout(read_conversations(SAMPLES), PROMPTS)
+    prompts = [prompt_ids(model.tokenizer, conversation.messages[:1]) for conversation in heldout[:count]]
+    figures: dict[str, Any] = {"prompts": count, "tokens": tokens, "dtype": "float32", "runs": []}
+    for name, sampling in (("greedy", Sampling()), ("temperature 1", Sampling(temperature=1.0))):
+        answers = Answers.written(model, prompts, sampling, tokens)
+        for folder in heads:
+            head = load_head(folder, device=model.device, dtype=model.dtype)
+            longest = min(steps, head.config.num_heads) if isinstance(head, MedusaHead) else steps
+            runs = drafters(head, model, longest)
+            ranks, replay_s = ranks_of(head, model, answers, max(shape.max_depth for _, shape, _ in runs))
+            for draft, shape, drafter in runs:
+                made = walk(ranks, shape)
+                real, decode_s = decoded(model, drafter, prompts, sampling, tokens)
+                run = {"head": str(folder), "text": name, "draft": draft, **compare(answers, made, real)}
+                run |= {
+                    "tau_replayed": mean_accepted_length(made).micro,
+                    "tau_decoded": mean_accepted_length(real).micro,
+                }
+                figures["runs"].append(run | {"replay_s": replay_s, "decode_s": decode_s})
+                print(figures["runs"][-1], flush=True)
+    return figures
+
+
+if __name__ == "__main__":
+    write_result("eagle-replay", auto_cli(measure))
