@@ -125,7 +125,13 @@ class Subject:
 
 def like(head: Head, target: Target, seed: int) -> Head:
     """A random head of the same kind and size in heads, for another target's sizes and its whole vocabulary."""
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "draft_vocab_size": None}
+    taps = tuple(range(target.num_layers))[: len(getattr(head.config, "taps", ()))]
+    sizes = {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": None,
+        "taps": taps,
+    }
     names = {each.name for each in fields(head.config)}
     config = replace(head.config, **{name: size for name, size in sizes.items() if name in names})
     tiny = type(head)(config)
@@ -141,7 +147,7 @@ def subjects(head: Head, target: Target, seed: int) -> list[tuple[Subject, Seque
     every, some = tuple(SETTINGS), ("temperature 0.7", "penalties")
     kind = head.config.kind
     return [
-        (Subject(kind, HEAD_DRAFTERS[kind](like(head, target, seed), None, target.embed)), every),
+        (Subject(kind, HEAD_DRAFTERS[kind](like(head, target, seed), target, None)), every),
         (Subject("sampled chain", BigramDrafter(target, CHAIN)), every),
         (Subject("sampled chain, block", BigramDrafter(target, CHAIN), "block"), some),
         (Subject("tree of i.i.d. siblings", BigramDrafter(target, SMALL_TREE)), some),

@@ -8,23 +8,31 @@ from pathlib import Path
 from typing import Any
 
 from eval.adaptive import LengthController
-from eval.drafters import Drafter, lookahead, lookup, model, suffix
+from eval.drafters import Drafter, eagle, lookahead, lookup, model, suffix
+from eval.drafters.dynamic_tree import DynamicTreeDrafter, TreeSize
+from eval.drafters.eagle import EagleDrafter, EagleTreeDrafter
+from eval.drafters.eagle_passes import TargetFunctions
 from eval.drafters.lookahead import LookaheadDrafter
 from eval.drafters.lookup import LookupDrafter
 from eval.drafters.medusa import MedusaDrafter, MedusaTreeDrafter, read_tree
 from eval.drafters.model import ModelDrafter
 from eval.drafters.none import NoDrafter
 from eval.drafters.suffix import SuffixDrafter
+from eval.lean import lean_decoder
 from heads import load_head
 from heads.checkpoint import Head, read_manifest
+from heads.eagle import EagleHead
 from heads.errors import HeadwayError
-from heads.medusa import Embed, MedusaHead
+from heads.medusa import MedusaHead
 from heads.target import Target, fingerprint, resolve
 
 BASELINE, LOOKUP = "none", "lookup"
 MODEL, MEDUSA_TREE = "model", "medusa-tree"
+EAGLE_TREE, EAGLE_STATIC = "eagle-tree", "eagle-static"
 ADAPTIVE = "adaptive"  # before a colon and any other name: a controller sets the length of its drafts
-PREFIXES = (MODEL, MEDUSA_TREE)  # before a colon and a folder; a folder alone is a head, drafting as its kind does
+# Before a colon and a folder; a folder alone is a head, drafting a chain. The size of a dynamic tree may stand behind its
+# name: eagle-tree,k=4,total=24,depth=5:FOLDER
+PREFIXES = (MODEL, MEDUSA_TREE, EAGLE_TREE, EAGLE_STATIC)
 
 
 def _given(draft_length: int | None, default: int) -> int:
@@ -41,8 +49,23 @@ PLAIN: dict[str, Callable[[int | None], Drafter]] = {
     "lookahead": lambda length: LookaheadDrafter(ngram=1 + _given(length, lookahead.NGRAM - 1)),
 }
 NAMES = f"a head's folder, {', '.join(f'{prefix}:FOLDER' for prefix in PREFIXES)}, {', '.join(PLAIN)}, {ADAPTIVE}:NAME"
-# A head's kind -> its drafter, from the loaded head and the draft length asked for (None: all it has).
-HEAD_DRAFTERS: dict[str, Callable[[Any, int | None, Embed], Drafter]] = {"medusa": MedusaDrafter}
+
+
+def _medusa(head: MedusaHead, target: Target, draft_length: int | None) -> Drafter:
+    return MedusaDrafter(head, draft_length, target.embed)
+
+
+def _eagle(head: EagleHead, target: Target, draft_length: int | None) -> Drafter:
+    length = _given(draft_length, eagle.DRAFT_LENGTH)
+    return EagleDrafter(head, _functions(target), length, compiled=_compiled(target))
+
+
+# A head's kind -> its drafter, from the loaded head, the target and the draft length asked for (None: its own).
+HEAD_DRAFTERS: dict[str, Callable[[Any, Target, int | None], Drafter]] = {
+    "medusa": _medusa,
+    "eagle": _eagle,
+    "eagle3": _eagle,
+}
 
 
 @dataclass(frozen=True)
@@ -73,20 +96,43 @@ def build(name: str, target: Target, draft_length: int | None) -> Contender:
         draft = Target.load(folder, str(target.dtype).removeprefix("torch."), str(target.device))
         return Contender(name, ModelDrafter(draft, target, _given(draft_length, model.DRAFT_LENGTH)), folder)
     head = _fitting_head(folder, target)
-    if prefix == MEDUSA_TREE:
-        if not isinstance(head, MedusaHead):
-            raise HeadwayError(f"{name}: a head of kind '{head.config.kind}'; only Medusa heads draft with such a tree")
-        return Contender(name, MedusaTreeDrafter(head, read_tree(folder), draft_length), folder)
+    if prefix is not None:
+        return Contender(name, _tree_drafter(name, head, target, draft_length), folder)
     kind = head.config.kind
     if kind not in HEAD_DRAFTERS:
         raise HeadwayError(f"{name}: no drafter for heads of kind '{kind}'; known: {', '.join(HEAD_DRAFTERS)}")
-    return Contender(name, HEAD_DRAFTERS[kind](head, draft_length, target.embed), folder)
+    return Contender(name, HEAD_DRAFTERS[kind](head, target, draft_length), folder)
+
+
+def _tree_drafter(name: str, head: Head, target: Target, draft_length: int | None) -> Drafter:
+    prefix, folder = _split(name)
+    if prefix == MEDUSA_TREE and isinstance(head, MedusaHead):
+        return MedusaTreeDrafter(head, read_tree(folder), draft_length)
+    if prefix == EAGLE_STATIC and isinstance(head, EagleHead):
+        return EagleTreeDrafter(head, _functions(target), read_tree(folder), draft_length, _compiled(target))
+    if prefix == EAGLE_TREE and isinstance(head, EagleHead):
+        size = _tree_size(name)
+        size = replace(size, depth=_given(draft_length, size.depth))
+        return DynamicTreeDrafter(head, _functions(target), size, _compiled(target))
+    wanted = "Medusa" if prefix == MEDUSA_TREE else "EAGLE"
+    raise HeadwayError(f"{name}: a head of kind '{head.config.kind}'; only {wanted} heads draft with such a tree")
+
+
+def _functions(target: Target) -> TargetFunctions:
+    return TargetFunctions(target.embed, target.logits)
+
+
+def _compiled(target: Target) -> bool:
+    """Draft steps are compiled where the target's layers are (eval.lean.compile_target)."""
+    lean = lean_decoder(target)
+    return lean is not None and lean.compiled
 
 
 def check_name(name: str) -> None:
     """Raise HeadwayError for a name that is no drafter's and no head's folder."""
     name = _without_adaptive(name)
     prefix, folder = _split(name)
+    _tree_size(name)
     if prefix == MODEL:
         resolve(folder)
     elif name not in PLAIN and not Path(folder).is_dir():
@@ -125,8 +171,25 @@ def _without_adaptive(name: str) -> str:
 
 def _split(name: str) -> tuple[str | None, str]:
     """(prefix, folder); the prefix is None for a name without one of PREFIXES."""
-    prefix, colon, folder = name.partition(":")
+    front, colon, folder = name.partition(":")
+    prefix = front.partition(",")[0]
     return (prefix, folder) if colon and prefix in PREFIXES else (None, name)
+
+
+def _tree_size(name: str) -> TreeSize:
+    """The size that a dynamic tree's name asks for. Raises HeadwayError for an option that it does not have."""
+    prefix, _ = _split(name)
+    front, _, _ = name.partition(":")
+    options = front.split(",")[1:] if prefix is not None else []
+    asked: dict[str, int] = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        if prefix != EAGLE_TREE or key not in TreeSize.__dataclass_fields__ or not value.isdecimal():
+            raise HeadwayError(
+                f"{name}: '{option}' is no option; only {EAGLE_TREE},k=4,total=24,depth=5:FOLDER has some"
+            )
+        asked[key] = int(value)
+    return TreeSize(**asked)
 
 
 def _fitting_head(folder: str, target: Target) -> Head:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -49,10 +50,10 @@ class EaglePasses:
     ) -> None:
         self.head, self._target = head, target
         self.limit = head.config.max_position_embeddings
-        self.cache = SlotCache(head.config.num_layers, rows, FIRST_TOKENS, device)
+        self.cache = SlotCache(head.config.num_layers, rows, FIRST_TOKENS, device, fixed=compiled)
         self._rows_B = torch.arange(rows, device=device)
         self._pending: list[Committed] = []
-        self._run = _compiled(head) if compiled else head.run
+        self._run = _compiled_run(head) if compiled else head.run
 
     def observe(self, committed: Committed) -> None:
         """Keep what a pass of the target committed until the next draft reads it."""
@@ -136,8 +137,10 @@ class EaglePasses:
         return aligned(lasts), {tap: aligned([found[tap] for found in taps]) for tap in taps[0]}, aligned(nexts)
 
 
-def _compiled(head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(head.run, dynamic=False)
+@lru_cache(maxsize=8)
+def _compiled_run(head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Draft steps as one graph for each width; prompts, of which hardly two have the same length, are not run by it."""
+    return torch.compile(head.run, fullgraph=True, dynamic=False)
 
 
 def _draft_mask(behind_BC: Tensor, ancestors_BWM: Tensor) -> Tensor:

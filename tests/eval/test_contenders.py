@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.contenders import MEDUSA_TREE, MODEL, PLAIN, build, check_name, fits, origin
+from eval.contenders import EAGLE_STATIC, EAGLE_TREE, MEDUSA_TREE, MODEL, PLAIN, build, check_name, fits, origin
+from eval.drafters.dynamic_tree import DynamicTreeDrafter
+from eval.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from eval.drafters.lookahead import LookaheadDrafter
 from eval.drafters.lookup import LookupDrafter
 from eval.drafters.medusa import TREE, MedusaDrafter, MedusaTreeDrafter
@@ -20,6 +22,7 @@ from heads.errors import HeadwayError, sha256_file
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.target import Target
 from heads.truncated import truncate
+from tests.eval.eagle_heads import make_head
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +92,47 @@ def test_heads_and_models_by_folder(target: Target, head_folder: Path, draft_fol
     assert (origin(f"{MEDUSA_TREE}:{head_folder}") or {})["target"]["fingerprint"] == target.fingerprint
 
 
+def test_eagle_heads_by_folder(target: Target, tmp_path: Path) -> None:
+    """A chain, a dynamic tree with and without a size, a static tree; each with the depth that is asked for."""
+    folder = tmp_path / "head"
+    make_head("eagle3", target).save_pretrained(folder)
+    for name, kind, own, of_two in (
+        (str(folder), EagleDrafter, (4, 4), (2, 2)),
+        (f"{EAGLE_TREE}:{folder}", DynamicTreeDrafter, (59, 6), (59, 2)),
+        (f"{EAGLE_TREE},k=4,total=24,depth=5:{folder}", DynamicTreeDrafter, (23, 5), (23, 2)),
+        (f"{EAGLE_STATIC}:{folder}", EagleTreeDrafter, (4, 2), (3, 1)),
+    ):
+        if kind is EagleTreeDrafter:
+            with pytest.raises(HeadwayError, match="no candidate tree yet"):
+                build(name, target, None)
+            paths = {"paths": [[0], [1], [2], [0, 0]], "head_manifest_sha256": sha256_file(folder / MANIFEST)}
+            (folder / TREE).write_text(json.dumps(paths))
+        check_name(name)
+        for length, (most, depth) in ((None, own), (1 if kind is EagleTreeDrafter else 2, of_two)):
+            drafter = build(name, target, length).drafter
+            assert type(drafter) is kind
+            assert (drafter.most_drafts, drafter.depth) == (most, depth)
+        assert fits(name, target) is None
+        assert (origin(name) or {})["target"]["fingerprint"] == target.fingerprint
+    with pytest.raises(HeadwayError, match="only Medusa heads draft with such a tree"):
+        build(f"{MEDUSA_TREE}:{folder}", target, None)
+
+
+def test_sizes_of_trees_that_are_none(head_folder: Path, target: Target) -> None:
+    for name in (f"{EAGLE_TREE},width=3:x", f"{EAGLE_TREE},k=-1:x", f"{EAGLE_TREE},k:x", f"{MEDUSA_TREE},k=3:x"):
+        with pytest.raises(HeadwayError, match=f"'{name.split(',')[1][:-2]}' is no option"):
+            check_name(name)
+    with pytest.raises(HeadwayError, match="total 1; it must be at least 2"):
+        check_name(f"{EAGLE_TREE},total=1:x")
+    with pytest.raises(HeadwayError, match="only EAGLE heads draft with such a tree"):
+        build(f"{EAGLE_TREE}:{head_folder}", target, None)
+
+
 def test_names_that_are_nothing(head_folder: Path, tmp_path: Path) -> None:
     for name in ("suffixes", f"{MEDUSA_TREE}:{tmp_path / 'none'}"):
         with pytest.raises(
-            HeadwayError, match=r"no such folder; .*model:FOLDER, medusa-tree:FOLDER, none, lookup, suffix"
+            HeadwayError,
+            match=r"no such folder; .*model:FOLDER, medusa-tree:FOLDER, eagle-tree:FOLDER, eagle-static:FOLDER, none, lookup",
         ):
             check_name(name)
     (tmp_path / "empty").mkdir()

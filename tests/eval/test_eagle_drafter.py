@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 
 from eval.chooser import SeededChooser
 from eval.decode import Settings, decode
-from eval.drafters import Drafter
+from eval.drafters import Drafter, eagle_passes
 from eval.drafters.dynamic_tree import DynamicTreeDrafter, TreeSize
 from eval.drafters.eagle import EagleDrafter, EagleTreeDrafter
 from eval.drafters.eagle_passes import EaglePasses
@@ -216,6 +216,32 @@ def test_drafts_stop_at_the_heads_last_position(
         assert name == "dynamic" or depths == most
     ledger = decode(target, drafter, prompts, Settings(NEW, stop_ids=()))
     assert [output.ids for output in ledger.outputs] == expected
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_draft_steps_are_one_graph_a_width(
+    target: Target, heads: dict[str, EagleHead], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Behind the switch: whole graphs, as many as there are widths, and the same rounds. The backend runs them as they are."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(head: EagleHead) -> Callable[..., object]:
+        return torch.compile(head.run, fullgraph=True, dynamic=False, backend=backend)
+
+    monkeypatch.setattr(eagle_passes, "_compiled_run", compiled)
+    head, settings = heads["eagle3"], Settings(NEW, stop_ids=())
+    plain = decode(target, DRAFTERS[name](head, target), prompts[1:3], settings)
+    drafter = DRAFTERS[name](head, target)
+    drafter.compiled = True  # type: ignore[attr-defined]
+    again = decode(target, drafter, prompts[1:3], settings)
+    assert [(row.position, row.accepted) for row in again.rounds] == [
+        (row.position, row.accepted) for row in plain.rounds
+    ]
+    assert len(graphs) == {"chain": 1, "static": 3, "dynamic": 1}[name]
 
 
 def test_bad_requests(target: Target, heads: dict[str, EagleHead]) -> None:
