@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from data_prep.store import FeatureStore, StoredConversation
+from eval.replay import Replayed, replay
 from heads import load_head
-from heads.checkpoint import MANIFEST
+from heads.checkpoint import MANIFEST, Head
 from heads.divergences import check_losses
 from heads.draft_layer import layer_settings
 from heads.eagle import Eagle1Config, Eagle1Head, EagleHead
@@ -112,7 +113,7 @@ class EagleMethod:
         vocabulary = self.head.vocabulary()
         self.vocabulary_size, self.coverage = vocabulary.size, coverage(vocabulary, counts)
         self._draft_ids_V = self.head.draft_ids_of()
-        self._settings = settings
+        self._settings, self._ends = settings, ends
         self._constants: dict[str, Any] = {
             "embed": ends.embed,
             "output": restricted_output(ends, vocabulary.ids_D, store[0].last_TH[:64]),
@@ -158,6 +159,9 @@ class EagleMethod:
 
     def constants(self) -> dict[str, Any]:
         return self._constants
+
+    def replay(self, head: Head, conversations: Sequence[StoredConversation]) -> Replayed:
+        return replay(head, self._ends, conversations, self._settings.steps, law=self._constants["output"])
 
     def facts(self) -> dict[str, Any]:
         made = facts("train/eagle.py", self)

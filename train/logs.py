@@ -69,7 +69,8 @@ class RunLog:
             self._write(row, "validation")
             accuracies = " ".join(f"{accuracy:.3f}" for accuracy in row["accuracy"])
             self.say(
-                f"step {row['step']}/{self.total}  validation: tau {row['tau']:.3f}  accuracy by head {accuracies}"
+                f"step {row['step']}/{self.total}  validation: replayed tau {row['replayed_tau']:.3f}  "
+                f"accuracy by head {accuracies}"
             )
 
     def close(self) -> None:

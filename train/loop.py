@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.integrations import unset_hf_deepspeed_config
 
 from data_prep.store import FeatureStore, StoredConversation
+from eval.replay import Replayed
 from heads.checkpoint import Head, save_head
 from heads.errors import HeadwayError
 from heads.target import auto_device, auto_dtype
@@ -27,6 +28,7 @@ from train.figures import Totals
 from train.logs import RunLog
 from train.recipe import Recipe
 from train.sampler import Window, in_chunks, plan, shares
+from train.scoring import confirm, gathered, prompts_to_confirm, turned_over, whole_head
 from train.state import RunFolder
 
 
@@ -49,6 +51,9 @@ class Method(Protocol):
 
     def constants(self) -> dict[str, Any]:
         """Further keyword arguments of the head's forward, the same for every batch (a teacher)."""
+
+    def replay(self, head: Head, conversations: Sequence[StoredConversation]) -> Replayed:
+        """What decoding with `head`, this method's own or a copy of it, would accept of these texts."""
 
     def facts(self) -> dict[str, Any]:
         """What belongs into the manifest beside the loop's own entries."""
@@ -148,7 +153,8 @@ class _Run:
         self.model, self.optimizer = accelerator.prepare(method.head.train(), optimizer)
         self.weights_K = torch.tensor(method.weights, dtype=torch.float32, device=accelerator.device)
         self.step, self.masked_batches = 0, 0
-        self.best: dict[str, Any] = {"step": 0, "tau": 0.0}
+        self.best: dict[str, Any] = {"step": 0, "replayed_tau": 0.0}
+        self._losses: list[float] = []  # of the steps since the last validation
         self.latest: dict[str, Any] = {}
         self.run_id = uuid.uuid4().hex[:12]
         self._resume()
@@ -226,6 +232,7 @@ class _Run:
 
     def _log_step(self, window: Window, totals: Totals, rate: float, norm: float, seconds: float) -> None:
         figures = self._reduced(totals)
+        self._losses.append(figures["loss"])
         tokens = sum(self.store.lengths[row] for row in window.rows)
         per_step = (time.monotonic() - self.started) / (self.step - self.first_step)
         row = {
@@ -258,7 +265,10 @@ class _Run:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Loss, accuracies and simulated tau on the held-out conversations; every process makes the same number of passes."""
+        """Loss, accuracies, simulated and replayed tau on the held-out conversations, and the training loss since the last time.
+
+        Every process makes the same number of passes.
+        """
         accelerator = self.accelerator
         size = max(1, self.recipe.optim.batch_tokens // self.recipe.optim.accumulation)
         chunks = in_chunks(self.validation_rows, self.store.lengths, size)
@@ -267,15 +277,25 @@ class _Run:
         for chunk in chunks:
             part = shares(chunk, self.store.lengths, accelerator.num_processes)[accelerator.process_index]
             totals.add(self._forward(self._batch(part)))
+        replayed = self._replay()
         self.model.train()
-        return {"step": self.step, **self._reduced(totals)}
+        training_loss = sum(self._losses) / max(1, len(self._losses))
+        return {"step": self.step, "training_loss": training_loss, **self._reduced(totals), **replayed.figures()}
+
+    def _replay(self) -> Replayed:
+        accelerator = self.accelerator
+        head = whole_head(accelerator, self.method.head)
+        rows = shares(self.validation_rows, self.store.lengths, accelerator.num_processes)[accelerator.process_index]
+        with accelerator.autocast():
+            return gathered(accelerator, self.method.replay(head, [self.store[row] for row in rows]))
 
     def checkpoint(self) -> None:
         """Validate, keep the head if it is the best so far, save what a continuation needs."""
         accelerator = self.accelerator
         self.latest = self.validate()
+        self._losses.clear()
         self.log.validation(self.latest)
-        if self.latest["tau"] > self.best["tau"]:
+        if self.latest["replayed_tau"] > self.best["replayed_tau"]:
             self.best = self.latest
             state = accelerator.get_state_dict(self.model)
             if accelerator.is_main_process:
@@ -291,11 +311,12 @@ class _Run:
 
     def finish(self) -> None:
         """The best head becomes the result."""
-        turned_over = self.best["tau"] > self.latest["tau"]
-        if turned_over:
+        best, latest = self.best, self.latest
+        if turned_over(best, latest):
             self.log.say(
-                f"validation turned over: tau {self.best['tau']:.3f} at step {self.best['step']}, {self.latest['tau']:.3f} at "
-                f"the end; the head of step {self.best['step']} is the result"
+                f"validation turned over: replayed tau {best['replayed_tau']:.3f} at step {best['step']}, "
+                f"{latest['replayed_tau']:.3f} at the end, while the training loss fell from {best['training_loss']:.3f} to "
+                f"{latest['training_loss']:.3f}; the head of step {best['step']} is the result"
             )
         manifest = {
             **self.method.facts(),
@@ -304,16 +325,34 @@ class _Run:
             "precision": self.accelerator.mixed_precision,
             "steps": len(self.windows),
             "masked_batches": self.masked_batches,
-            "best": self.best,
-            "latest": self.latest,
-            "turned_over": turned_over,
+            "best": best,
+            "latest": latest,
+            "turned_over": turned_over(best, latest),
         }
         if self.accelerator.is_main_process:
+            manifest["confirmed"] = self._confirmed()
             self.folder.finish(self.best["step"], manifest)
         self.accelerator.wait_for_everyone()
         if self.masked_batches:
             self.log.say(f"{self.masked_batches} batches had no supervised row and ran with zero weight")
-        self.log.say(f"finished: {self.folder.out} (simulated tau {self.best['tau']:.3f} on held-out conversations)")
+        self.log.say(f"finished: {self.folder.out} (replayed tau {best['replayed_tau']:.3f} on held-out conversations)")
+
+    def _confirmed(self) -> dict[str, Any] | None:
+        """The best head's tau in real decoding, where the recipe asks for it."""
+        count = prompts_to_confirm(self.recipe.save.confirm, self.recipe.target)
+        if not count:
+            return None
+        folder, steps = self.folder.best(self.best["step"]), len(self.method.weights)
+        try:
+            made = confirm(folder, self.recipe.target, self.store, self.validation_rows, count, steps)
+        except HeadwayError as error:  # a target that cannot be decoded here is no reason to lose the head
+            self.log.say(f"not confirmed by decoding: {error}")
+            return {"error": str(error)}
+        self.log.say(
+            f"decoding {made['prompts']} held-out prompts: tau {made['tau']:.3f}, replayed {made['replayed_tau']:.3f}; "
+            f"{made['texts_identical']} of the texts are the stored ones"
+        )
+        return made
 
 
 def _require_served(method: Method, store: FeatureStore, rows: Sequence[int], kind: str) -> None:

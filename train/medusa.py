@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from data_prep.store import FeatureStore, StoredConversation
+from eval.replay import Replayed, replay
+from heads.checkpoint import Head
 from heads.divergences import check_losses, needs_teacher
 from heads.errors import run_script
 from heads.medusa import MedusaConfig, MedusaHead, pack
@@ -97,8 +99,9 @@ class MedusaMethod:
         self._constants: dict[str, Any] = {"losses": settings.losses}
         if settings.hydra:
             self._constants["embed"] = ends.embed
+        self._ends, self._law = ends, restricted_output(ends, vocabulary.ids_D, store[0].last_TH[:64])
         if needs_teacher(settings.losses):
-            self._constants["teacher"] = restricted_output(ends, vocabulary.ids_D, store[0].last_TH[:64])
+            self._constants["teacher"] = self._law
 
     def batch(self, conversations: Sequence[StoredConversation]) -> dict[str, Tensor]:
         """Packed rows (heads.medusa.pack) of all conversations; segments numbered on, so that none touches another."""
@@ -119,6 +122,9 @@ class MedusaMethod:
 
     def constants(self) -> dict[str, Any]:
         return self._constants
+
+    def replay(self, head: Head, conversations: Sequence[StoredConversation]) -> Replayed:
+        return replay(head, self._ends, conversations, law=self._law)
 
     def facts(self) -> dict[str, Any]:
         return facts("train/medusa.py", self)

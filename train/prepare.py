@@ -54,7 +54,7 @@ def run_recipe(recipe: Recipe, make_method: Callable[[Any, FeatureStore, TargetE
     folder = RunFolder(recipe.out, identity)
     if folder.finished:
         best = folder.finished["best"]
-        accelerator.print(f"{recipe.out}: already finished (simulated tau {best['tau']:.3f}); nothing to do")
+        accelerator.print(f"{recipe.out}: already finished (replayed tau {best['replayed_tau']:.3f}); nothing to do")
         return
     store = FeatureStore.open(store_folder, checksums=accelerator.is_main_process)
     ends = TargetEnds.load(recipe.target, device=str(accelerator.device))

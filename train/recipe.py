@@ -66,12 +66,15 @@ class Save:
     """Checkpoints and validation.
 
     Args:
-        every: steps between two checkpoints; each is validated first, and the best one becomes the result.
+        every: steps between two checkpoints; each is validated first, and the one with the best replayed tau becomes the result.
         keep_last: checkpoints kept beside the best.
+        confirm: held-out prompts that are decoded with the best head at the end; null = 4 where the target's weights take less
+            than 1 GiB, else none.
     """
 
     every: int = 100
     keep_last: int = 2
+    confirm: int | None = None
 
 
 @dataclass
@@ -129,6 +132,8 @@ class Recipe:
             "at least 1: the best checkpoint is chosen on it",
         )
         require("save.every", self.save.every, self.save.every >= 1, "at least 1")
+        confirm = self.save.confirm
+        require("save.confirm", confirm, confirm is None or confirm >= 0, "0 or above, or null")
         require("save.keep_last", self.save.keep_last, self.save.keep_last >= 1, "at least 1")
         require("seed", self.seed, 0 <= self.seed < 2**63, "between 0 and 2^63")
 

@@ -65,7 +65,7 @@ def recipe_file(tmp_path: Path, features: Path, tiny_target_dir: Path) -> Path:
         "data": {"features": str(features), "held_out": 6},
         "head": {"num_heads": 3, "draft_vocab_size": 40},
         "optim": {"lr": 3e-3, "epochs": 3, "batch_tokens": 1024, "warmup": 0.25},
-        "save": {"every": 3},
+        "save": {"every": 3, "confirm": 0},
         "log": {"wandb": "off"},
     }
     path = tmp_path / "recipe.yaml"

@@ -100,5 +100,8 @@ def test_two_processes_equal_one(run: Run, recipe_file: Path, tmp_path: Path, op
         assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
         assert one["accuracy"] == pytest.approx(two["accuracy"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
-    validations = [metrics(folder, "validation")[-1]["tau"] for folder in (single, tmp_path / "double")]
-    assert validations[0] == pytest.approx(validations[1], rel=1e-5)
+    for one, two in zip(metrics(single, "validation"), metrics(tmp_path / "double", "validation"), strict=True):
+        for key in ("tau", "training_loss", "replayed_tau"):
+            assert one[key] == pytest.approx(two[key], rel=1e-5), key
+        assert (one["replayed_rounds"], one["replayed_tokens"]) == (two["replayed_rounds"], two["replayed_tokens"])
+        assert one["overlap"] == pytest.approx(two["overlap"], rel=1e-4)
