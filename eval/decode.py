@@ -187,6 +187,7 @@ class _Decoding:
                         host_s=(ended_at - verified_at) * share,
                         rows=taking_part,
                         asked=None if self.controller is None else asked,
+                        depth=tree.max_depth if tree.max_width > 1 else None,
                     )
                 )
         return verified.next_B

@@ -20,6 +20,7 @@ class Round:
 
     `position` is the length of the output before the round, the prefill token included, so a first round has 1.
     `asked` is the draft length that a controller chose (eval/adaptive.py), 0 for none; None: as the drafter pleased.
+    `depth` is how deep a draft tree went; None for a chain, which is as deep as it is long.
     `drafted` counts the draft tokens proposed, `accepted` those verified before the cut, `emitted` the tokens kept
     after the cut, the target's own (bonus) token included. `stop` says what ended the output in this round: "eos",
     "stop" or "length" ("text" where a stored text is replayed); None if it goes on.
@@ -39,6 +40,12 @@ class Round:
     host_s: float
     rows: int = 1
     asked: int | None = None
+    depth: int | None = None
+
+    @property
+    def offered(self) -> int:
+        """The greatest depth at which a draft could be accepted."""
+        return self.drafted if self.depth is None else self.depth
 
     @property
     def seconds(self) -> float:

@@ -103,13 +103,13 @@ def per_prompt(ledger: Ledger) -> tuple[list[int], Floats]:
 
 
 def acceptance(ledger: Ledger) -> Acceptance:
-    """Acceptance of chain drafts by depth, from the counts before the cut."""
+    """Acceptance by depth, from the counts before the cut; at a tree's depth any of its nodes there may be the one."""
     drafts = [row for row in ledger.rounds if row.drafted]
     conditional: list[float | None] = []
     marginal: list[float] = []
-    for depth in range(1, max((row.drafted for row in drafts), default=0) + 1):
+    for depth in range(1, max((row.offered for row in drafts), default=0) + 1):
         reached = sum(row.accepted >= depth for row in drafts)
-        offered = sum(row.drafted >= depth and row.accepted >= depth - 1 for row in drafts)
+        offered = sum(row.offered >= depth and row.accepted >= depth - 1 for row in drafts)
         conditional.append(reached / offered if offered else None)
         marginal.append(reached / len(drafts))
     drafted = sum(row.drafted for row in drafts)

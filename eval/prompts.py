@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.conversations import SAMPLES, prompt_ids, read_conversations, split_heldout
+from eval.masks import position_limit
 from heads.errors import HeadwayError
 from heads.target import Target
 
@@ -51,11 +52,12 @@ def read_prompts(path: Path, target: Target) -> list[Prompt]:
 
 def check_lengths(prompts: Sequence[Prompt], room: int, target: Target) -> None:
     """Raise HeadwayError naming the first prompt that leaves less than `room` of the target's positions."""
+    limit = position_limit(target)
     for prompt in prompts:
-        if len(prompt.ids) + room > target.max_positions:
+        if len(prompt.ids) + room > limit:
             raise HeadwayError(
                 f"{prompt.source}: {len(prompt.ids)} tokens, and {room} for answer and draft, pass the "
-                f"{target.max_positions} positions of target '{target.name}'; shorten it or lower --max_new_tokens"
+                f"{limit} positions of target '{target.name}'; shorten it or lower --max_new_tokens"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,14 @@ def test_acceptance_by_depth_is_counted_before_the_cut() -> None:
     assert found.marginal == [3 / 4, 2 / 4, 1 / 4, 1 / 4, 1 / 4]
     assert found.conditional == [3 / 4, 2 / 3, 1 / 2, 1.0, 1.0]
     assert found.rate == 8 / 15
+
+
+def test_acceptance_of_trees_goes_by_their_depth() -> None:
+    """Ten nodes three levels deep: no depth beyond 3 was offered, whatever the number of nodes."""
+    rounds = [replace(row(0, 10, accepted, accepted + 1), depth=3) for accepted in (3, 1, 0, 3)]
+    found = metrics.acceptance(Ledger(rounds, []))
+    assert found.conditional == [3 / 4, 2 / 3, 1.0]
+    assert found.marginal == [3 / 4, 2 / 4, 2 / 4]
 
 
 def test_no_draft_has_no_acceptance_and_a_tau_of_one() -> None:
