@@ -354,7 +354,8 @@ def main() -> None:
     parser = ArgumentParser(
         description="Run the target over conversations; write a feature store.", exit_on_error=False
     )
-    parser.add_class_arguments(Settings)
+    parser.add_argument("--dry_run", action="store_true", help="print the plan, time a pilot, write nothing")
+    parser.add_class_arguments(Settings, skip={"dry_run"})
     try:
         parsed = parser.parse_args()
     except ArgumentError as error:

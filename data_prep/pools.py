@@ -70,7 +70,8 @@ class Turns:
         settings = replace(self.settings, count=self.done + count)
         author = synthesize.Author(Target.load(settings.target, settings.dtype, settings.device), settings.batch_size)
         drawn = {name: getattr(settings, name) for name in LAW} | {"fingerprint": author.target.fingerprint}
-        turns = synthesize.opening_turns(author, Work(self.path, drawn), settings, Seeds())
+        with Work(self.path, drawn) as work:
+            turns = synthesize.opening_turns(author, work, settings, Seeds())
         new = list(turns.items())[self.done :]
         self.done += count
         return [Prompt(identity, [{"role": "user", "content": text}], [], SYNTHETIC) for identity, (text, _) in new]

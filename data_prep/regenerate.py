@@ -152,7 +152,8 @@ def _named(counts: dict[str, int]) -> str:
 def main() -> None:
     """Parse the command line and answer."""
     parser = ArgumentParser(description="Let the target answer a file of prompts.", exit_on_error=False)
-    parser.add_class_arguments(Settings)
+    parser.add_argument("--dry_run", action="store_true", help="print the plan and stop")
+    parser.add_class_arguments(Settings, skip={"dry_run"})
     try:
         parsed = parser.parse_args(sys.argv[1:])
     except ArgumentError as error:

@@ -238,20 +238,22 @@ def synthesize(settings: Settings) -> None:
     seeds = Seeds(settings.system, settings.topics, settings.language, settings.openings)
     header = {key: str(value) for key, value in asdict(settings).items() if key not in ("target", "out")}
     header |= {"topics": str(seeds.topics), "openings": str(seeds.openings)}  # a file's content, not its name
-    work = Work(
-        settings.out.with_name(f"{settings.out.name}.work"), header | {"fingerprint": writer.target.fingerprint}
-    )
-    turns = opening_turns(writer, work, settings, seeds)
-    opened = {
-        key: [*(seed.turn() if settings.keep_system else []), {"role": "user", "content": text}]
-        for key, (text, seed) in turns.items()
-    }
-    answered = exchange(writer, work, settings, "answers", opened)
-    asked = second_turns(writer, work, settings, answered, turns)
-    answered |= exchange(writer, work, settings, "second answers", asked)
-    rows = [{"id": key, "messages": answered[key][0], "finish_reason": answered[key][1]} for key in sorted(answered)]
-    atomic_write_text(settings.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    work.path.unlink()
+    header["fingerprint"] = writer.target.fingerprint
+    with Work(settings.out.with_name(f"{settings.out.name}.work"), header) as work:
+        turns = opening_turns(writer, work, settings, seeds)
+        opened = {
+            key: [*(seed.turn() if settings.keep_system else []), {"role": "user", "content": text}]
+            for key, (text, seed) in turns.items()
+        }
+        answered = exchange(writer, work, settings, "answers", opened)
+        asked = second_turns(writer, work, settings, answered, turns)
+        answered |= exchange(writer, work, settings, "second answers", asked)
+        rows = [
+            {"id": key, "messages": messages, "finish_reason": finish}
+            for key, (messages, finish) in sorted(answered.items())
+        ]
+        atomic_write_text(settings.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        work.remove()
     cut = sum(row["finish_reason"] == "length" for row in rows)
     print(
         f"{settings.out}: {len(rows)} conversations, {settings.out.stat().st_size:,} bytes, {cut} cut at "
@@ -263,7 +265,8 @@ def synthesize(settings: Settings) -> None:
 def main() -> None:
     """Parse the command line and write."""
     parser = ArgumentParser(description="Let the target write its own conversations.", exit_on_error=False)
-    parser.add_class_arguments(Settings)
+    parser.add_argument("--keep_system", action="store_true", help="leave the system turn that steers in place")
+    parser.add_class_arguments(Settings, skip={"keep_system"})
     try:
         parsed = parser.parse_args(sys.argv[1:])
     except ArgumentError as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,35 +9,21 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from heads.errors import HeadwayError
+from data_prep.journal import Journal
 
 
-class Work:
-    """Finished batches of a run, one JSON line each, so that a kill loses one batch.
-
-    Raises HeadwayError when the file belongs to a run with other settings.
-    """
+class Work(Journal):
+    """Finished batches of a run by their names, so that a kill loses one batch. Raises HeadwayError as Journal does."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path = path
-        self.done: dict[str, Any] = {}
-        header = json.dumps({"settings": settings}, sort_keys=True)
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline was cut
-        if lines and lines[0].decode() != header:
-            raise HeadwayError(
-                f"{path}: line 1: was begun with other settings; repeat those, or remove it to start anew"
-            )
-        self.done = {entry["batch"]: entry["rows"] for entry in map(json.loads, lines[1:])}
-        path.write_bytes(b"".join(line + b"\n" for line in lines or [header.encode()]))
+        super().__init__(path, settings)
+        self.done: dict[str, list[Any]] = {entry["batch"]: entry["rows"] for entry in self.entries}
 
     def run(self, batch: str, compute: Callable[[], list[Any]]) -> list[Any]:
         """The rows of a batch: as stored, or computed and stored."""
         if batch not in self.done:
             self.done[batch] = compute()
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"batch": batch, "rows": self.done[batch]}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            self.append({"batch": batch, "rows": self.done[batch]})
         return self.done[batch]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data_prep import forecast as module
-from data_prep.collect import Settings, collect
+from data_prep.collect import Settings, collect, main
 from data_prep.forecast import coverage, describe_coverage, disk_space, given, pilot
 from data_prep.store import FeatureStore, read_manifest
 from heads.errors import HeadwayError
@@ -68,6 +68,17 @@ def test_a_dry_run_of_what_is_left(settings: Any, tmp_path: Path, capsys: pytest
     shutil.rmtree(tmp_path / "store")
     collect(settings(tokens_per_second=10.0))
     assert f"{tokens / 36_000:,.2f} hours at 10 tokens/s (as given)" in capsys.readouterr().out
+
+
+def test_the_command_line(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = settings()
+    command = ["collect.py", "--conversations", str(given.conversations), "--target", given.target, "--out"]
+    monkeypatch.setattr("sys.argv", [*command, str(given.out), "--held_out", "4", "--dtype", "float32", "--dry_run"])
+    main()
+    assert "timed now on" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_known_speed_loads_no_weights(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_prep.conversations import read_conversations
 from data_prep.seeds import Seed, Seeds
-from data_prep.synthesize import Author, Settings, synthesize
+from data_prep.synthesize import Author, Settings, main, synthesize
 from heads.errors import HeadwayError
 from heads.target import Target
 
@@ -126,3 +126,11 @@ def test_a_template_without_system_turns(shown: list[str], tmp_path: Path) -> No
     with pytest.raises(HeadwayError, match=r"refuses a system turn \(no system turns\); leave out --system, --topics"):
         run(tmp_path, topics="boats")
     tokenizer.chat_template = before
+
+
+def test_the_command_line(shown: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.jsonl"
+    command = f"synthesize.py --out {out} --count 4 --two_turns 0 --batch_size 4 --max_answer_tokens 12 --dtype float32"
+    monkeypatch.setattr("sys.argv", [*command.split(), "--topics", "boats;trees", "--keep_system"])
+    main()
+    assert {row.messages[0]["content"] for row in read_conversations(out)} <= {BOATS, TREES}
