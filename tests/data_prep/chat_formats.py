@@ -279,6 +279,18 @@ def phi_prompt(messages: Messages, tools: Tools, options: Options) -> str:
     return "".join(f"<|{m['role']}|>\n{m['content']}<|end|>\n" for m in messages) + "<|assistant|>\n"
 
 
+# --- role names in plain text: the generation prompt ends with a blank, which joins the answer's first token
+
+PLAIN = """
+{%- for m in messages -%}{{ m.role ~ ': ' ~ m.content ~ '</s> ' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}
+"""
+
+
+def plain_prompt(messages: Messages, tools: Tools, options: Options) -> str:
+    return "".join(f"{m['role']}: {m['content']}</s> " for m in messages) + "assistant: "
+
+
 # --- DeepSeek R1: the prompt opens the think block, the template shows no thinking of any answer
 
 DEEPSEEK = """
@@ -428,6 +440,7 @@ FORMATS = {
         _end("<|end|>"),
         swallows=True,
     ),
+    "plain roles": Format(PLAIN, ("</s>",), ("</s>",), plain_prompt, content_of, _end("</s>")),
     "DeepSeek": Format(
         DEEPSEEK,
         ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
