@@ -1,10 +1,11 @@
-"""Slow: on the embedded target in fp32 every greedy answer of every run is transformers' own (benchmarks/identity.py)."""
+"""Slow: on the embedded target in fp32 every greedy answer is transformers' own, in every way there is to decode it."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.identity import PROMPTS, measure
+from benchmarks import drafters
+from benchmarks.identity import HEAD, PROMPTS, measure
 
 
 @pytest.mark.slow
@@ -15,3 +16,11 @@ def test_all_answers_are_generates() -> None:
         "lookup": PROMPTS,
         "medusa": PROMPTS,
     }
+
+
+@pytest.mark.slow
+def test_every_drafter_in_every_batch() -> None:
+    """Batches of 1, 2 and 5, padded left and right, shuffled, through `SpeculativeDecoder.generate`; calls one after the other."""
+    runs = drafters.measure([str(HEAD)])["runs"]
+    assert len(runs) == 1 + len(drafters.FREE) + 1
+    assert all(run["identical"] == run["answers"] == 19 for run in runs.values())

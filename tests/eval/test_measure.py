@@ -241,7 +241,9 @@ def test_runs_are_warmed_up_calibrated_before_and_interleaved(monkeypatch: pytes
     """Every call of the loop is written down; a calibration round costs 1 s, a measured one 5 s."""
     calls: list[tuple[str, int, int]] = []
 
-    def decode(target: Any, drafter: NoDrafter, prompts: Sequence[list[int]], settings: Settings) -> Ledger:
+    def decode(
+        target: Any, drafter: NoDrafter, prompts: Sequence[list[int]], settings: Settings, controller: None
+    ) -> Ledger:
         calls.append((drafter.name, prompts[0][0], settings.max_new_tokens))
         pace = {"none": 1.0, "fast": 0.5}[drafter.name] * (1 if settings.max_new_tokens == 16 else 5)
         return Ledger([Round(0, 1, 0, 0, 1, "length", 0.0, pace, 0.0)], [Output(0, [1, 2], 0.1, "length")])
