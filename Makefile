@@ -1,6 +1,7 @@
 # make demo   set up, then collect, train and measure on the embedded target (15 to 19 minutes on 2 CPU cores)
 # make test   set up, then lint, format, types and the quick tests
 # make slow   the tests on the embedded target          make gpu   the tests that need a CUDA device
+# make servers  the tests that start a real vLLM server, in an environment of its own (3.5 GB at the first time)
 # make clean  drop what demo and tests made             make distclean   the virtual environment too
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ DEMO_TOKENS := 64000
 SAMPLES := data_prep/samples/smollm2-conversations.jsonl
 PACKAGES := data_prep heads train eval
 
-.PHONY: setup test slow gpu demo clean distclean
+.PHONY: setup test slow gpu servers demo clean distclean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -32,13 +33,16 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not servers"
 
 slow: $(DEMO)/.trained
 	$(BIN)/python -m pytest -m slow
 
 gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
+
+servers: $(READY)
+	$(BIN)/python -m pytest -m servers
 
 # Each station has a stamp, made when its command succeeded. An interrupted station goes on where it was; a finished one
 # is not repeated unless what it reads has changed.
