@@ -52,7 +52,10 @@ define station
 	@start=$$(date +%s); $(2) && echo "== $(1): done in $$(( $$(date +%s) - start )) s"
 	@touch $@
 endef
-LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+CORES := $(shell nproc)
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	--num_cpu_threads_per_process $(CORES)
+TAPS := 2,15,27
 
 # A measurement prints its table itself; where it was made before, it is shown again.
 DONE_BEFORE := $(wildcard $(DEMO)/.measured)
@@ -60,16 +63,19 @@ demo: $(DEMO)/.measured
 	@$(if $(DONE_BEFORE),sed -n '/^|/p' $(DEMO)/report/report.md)
 	@echo "demo: done; the report is $(DEMO)/report/report.html (make clean to start again)"
 
-# The dtype is `auto`: bf16 on CUDA and on CPUs with bf16 matrix units. Without such units a CPU multiplies bf16 at the
-# same slow rate for many rows as for one, so that verifying five tokens would cost five passes.
+# Collecting and training take the dtype `auto`: bf16 on CUDA and on CPUs with bf16 matrix units, else fp32. Decoding is
+# bf16 everywhere: few rows go through kernels that read bf16 weights at full speed (heads/linear.py).
 $(DEMO)/.collected: $(SAMPLES) | $(READY)
-	$(call station,1 of 3: collect the states of the target,$(BIN)/python data_prep/collect.py --conversations $(SAMPLES) --out $(DEMO)/features --held_out 64 --max_tokens $(DEMO_TOKENS))
+	$(call station,1 of 4: collect the states of the target,$(BIN)/python data_prep/collect.py --conversations $(SAMPLES) --out $(DEMO)/features --held_out 64 --max_tokens $(DEMO_TOKENS) --taps $(TAPS))
 
 $(DEMO)/.trained: configs/recipes/demo.yaml $(DEMO)/.collected
-	$(call station,2 of 3: train Medusa heads,$(LAUNCH) train/medusa.py --config configs/recipes/demo.yaml)
+	$(call station,2 of 4: train Medusa heads,$(LAUNCH) train/medusa.py --config configs/recipes/demo.yaml)
 
-$(DEMO)/.measured: $(DEMO)/.trained
-	$(call station,3 of 3: measure,$(BIN)/python eval/measure.py)
+$(DEMO)/.eagle: configs/recipes/demo-eagle3.yaml $(DEMO)/.collected
+	$(call station,3 of 4: train an EAGLE-3 head,$(LAUNCH) train/eagle.py --config configs/recipes/demo-eagle3.yaml)
+
+$(DEMO)/.measured: $(DEMO)/.trained $(DEMO)/.eagle
+	$(call station,4 of 4: measure,$(BIN)/python eval/measure.py --dtype bfloat16)
 
 clean:
 	rm -rf artifacts build .mypy_cache .pytest_cache .ruff_cache *.egg-info

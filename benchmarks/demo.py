@@ -1,6 +1,6 @@
 """The demo's figures as a result file: what `make demo` measured, and how long training and measuring took.
 
-python benchmarks/demo.py          # after `make demo`; writes benchmarks/results/line-demo.json
+python benchmarks/demo.py          # after `make demo`; writes benchmarks/results/eagle-demo.json
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from results_file import write_result
 from heads.errors import HeadwayError, run_script
 
 DEMO = Path(__file__).resolve().parents[1] / "artifacts" / "demo"
-STATIONS = (".collected", ".trained", ".measured")  # stamps of the Makefile, touched when a station ends
+STATIONS = (".collected", ".trained", ".eagle", ".measured")  # stamps of the Makefile, touched when a station ends
 
 
 def main() -> None:
@@ -26,10 +26,10 @@ def main() -> None:
         {key: run[key] for key in kept} | {"greedy_identical": run["lossless"]["greedy_identical"]}
         for run in content["runs"]
     ]
-    collected, trained, measured = ((DEMO / stamp).stat().st_mtime for stamp in STATIONS)
-    seconds = {"train": trained - collected, "measure": measured - trained}
+    collected, medusa, eagle, measured = ((DEMO / stamp).stat().st_mtime for stamp in STATIONS)
+    seconds = {"train_medusa": medusa - collected, "train_eagle3": eagle - medusa, "measure": measured - eagle}
     heads = content["made_by"]["heads"]
-    write_result("line-demo", {"target": content["target"], "runs": runs, "station_seconds": seconds, "heads": heads})
+    write_result("eagle-demo", {"target": content["target"], "runs": runs, "station_seconds": seconds, "heads": heads})
 
 
 if __name__ == "__main__":

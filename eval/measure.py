@@ -35,7 +35,7 @@ from eval.sampling import Sampling
 from heads.errors import HeadwayError, run_script, sha256_file
 from heads.target import DEFAULT_TARGET, Target
 
-DEMO_HEADS = [BASELINE, LOOKUP, "artifacts/demo/medusa"]
+DEMO_HEADS = [BASELINE, LOOKUP, "artifacts/demo/medusa", "artifacts/demo/eagle3"]
 EXAMPLES, EXAMPLE_CHARACTERS = 3, 4000
 
 
