@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.dialogue import Answer, Dialogue, Message
-from data_prep.render import REASONING
+from data_prep.message_text import REASONING
 from heads.errors import HeadwayError
 
 FINISHED = {"stop": False, "tool_calls": False, "length": True}  # finish_reason -> whether the answer was cut

@@ -30,7 +30,8 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser
 
 from data_prep import strict_json
-from data_prep.render import REASONING, Rendered, prompt_ids, render, render_all
+from data_prep.message_text import REASONING
+from data_prep.render import Rendered, prompt_ids, render, render_all
 from heads.errors import HeadwayError, run_script
 from heads.target import DEFAULT_TARGET
 

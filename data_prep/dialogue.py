@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.conversations import parse_conversation
+from data_prep.message_text import REASONING
 from data_prep.prompts import Prompt
-from data_prep.render import REASONING, prompt_ids, render_all
+from data_prep.render import prompt_ids, render_all
 from heads.errors import HeadwayError
 
 Message = dict[str, Any]

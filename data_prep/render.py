@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
+from data_prep.message_text import parts_of, put_back, shared_end, shared_start, with_mark
 from heads.errors import HeadwayError
 
 if TYPE_CHECKING:
     from data_prep.conversations import Conversation
 
 Message = dict[str, Any]
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; transformers gives templates theirs
 MARKS = "".join(map(chr, range(0xE000, 0xE100)))  # private use: no template means anything by them
 # What a template can raise on messages that it was not written for.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -204,7 +204,7 @@ class _Chat:
     def _split(self, index: int, cut: bool) -> tuple[str, str, str]:
         """What the target saw before assistant message `index`, what it wrote, and what the template puts behind."""
         message = self.conversation.messages[index]
-        content, alone = message.get("content") or "", _parts(message) == ["content"]
+        content, alone = message.get("content") or "", parts_of(message) == ["content"]
         whole, prompts = self.text(self.conversation.messages[: index + 1]), self._prompts(index)
         for prompt in prompts:
             # Most answers, and all there is to find out; a cut one could be taken for what the template puts before it.
@@ -214,13 +214,13 @@ class _Chat:
         body, tail = whole[:size], whole[size:]
         for prompt in prompts:
             own = body[len(prompt) :] if body.startswith(prompt) else None
-            if own is not None and (not alone or _untrimmed(own, content) is not None):
+            if own is not None and (not alone or put_back(own, content) is not None):
                 break
         if own is None:
             own = self._behind_previous(index, whole, body, prompt)
         if own is not None and not alone:
             return prompt, own, tail
-        if own is not None and (untrimmed := _untrimmed(own, content)) is not None:
+        if own is not None and (untrimmed := put_back(own, content)) is not None:
             return prompt, untrimmed, tail
         if alone and (own is not None or cut or self._drops(index, whole, prompt)):
             return prompt, content, tail
@@ -235,7 +235,7 @@ class _Chat:
         before = self.conversation.messages[:index]
         prompts = [self.text(before, prompt=True)]
         unsaid = self.hybrid and "enable_thinking" not in self.conversation.template_options
-        if unsaid and "reasoning" not in _parts(self.conversation.messages[index]):
+        if unsaid and "reasoning" not in parts_of(self.conversation.messages[index]):
             prompts.insert(0, self.text(before, prompt=True, enable_thinking=False))
         return prompts
 
@@ -245,7 +245,7 @@ class _Chat:
         Raises HeadwayError for a part of the message (its thinking, say) that the template leaves out.
         """
         shortest = len(whole)
-        for part in _parts(self.conversation.messages[index]):
+        for part in parts_of(self.conversation.messages[index]):
             altered = self._with_altered(index, part, whole, index)
             if altered == whole:
                 raise HeadwayError(
@@ -253,14 +253,14 @@ class _Chat:
                     "what the target wrote cannot be told; put it into the content as the target wrote it, remove the "
                     "conversation, or use another template"
                 )
-            shortest = min(shortest, _shared_end(whole, altered))
+            shortest = min(shortest, shared_end(whole, altered))
         return shortest
 
     def _with_altered(self, index: int, part: str, whole: str, last: int, *, prompt: bool = False) -> str:
         """The messages up to `last`, with a mark that is not in `whole` at the end of a part of message `index`."""
         messages = self.conversation.messages[: last + 1]
         mark = next(mark for mark in MARKS if mark not in whole)
-        messages[index] = _altered(messages[index], part, mark)
+        messages[index] = with_mark(messages[index], part, mark)
         return self.text(messages, prompt=prompt)
 
     def _behind_previous(self, index: int, whole: str, body: str, prompt: str) -> str | None:
@@ -268,10 +268,10 @@ class _Chat:
         puts between the last of them and the answer what it did in the prompt; None where it does not."""
         if index == 0:
             return None
-        part = _parts(self.conversation.messages[index - 1])[-1]
-        shared = _shared_end(prompt, self._with_altered(index - 1, part, prompt, index - 1, prompt=True))
+        part = parts_of(self.conversation.messages[index - 1])[-1]
+        shared = shared_end(prompt, self._with_altered(index - 1, part, prompt, index - 1, prompt=True))
         between = prompt[len(prompt) - shared :]
-        shared = _shared_end(whole, self._with_altered(index - 1, part, whole, index))
+        shared = shared_end(whole, self._with_altered(index - 1, part, whole, index))
         begin = len(whole) - shared
         if between == prompt or begin == 0 or not body.startswith(between, begin):
             return None
@@ -281,67 +281,6 @@ class _Chat:
         """Whether the template, once the answer is there, drops the end of its generation prompt together with what
         the answer begins with: a think block, opened by the prompt and closed by the target."""
         message = self.conversation.messages[index]
-        opening = prompt[_shared(prompt, whole) :]
+        opening = prompt[shared_start(prompt, whole) :]
         opened = message | {"content": opening + (message["content"] or "")}
         return self.text([*self.conversation.messages[:index], opened]) == whole
-
-
-def _untrimmed(own: str, content: str) -> str | None:
-    """An answer's rendering with the white space that the template trimmed off its content; None where it does not end
-    with the content. The target wrote that white space, whatever the template makes of it."""
-    words, said = content.strip(), own.rstrip()
-    if not words:
-        return own[: len(own) - _shared_end(own, content)] + content
-    if not said.endswith(words) or not content[len(content.rstrip()) :].startswith(own[len(said) :]):
-        return None
-    before, leading = said[: len(said) - len(words)], content[: len(content) - len(content.lstrip())]
-    return before[: len(before) - _shared_end(before, leading)] + content
-
-
-def _shared(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _shared_end(first: str, second: str) -> int:
-    """How many characters two texts end with alike."""
-    return _shared(first[::-1], second[::-1])
-
-
-def _parts(message: Message) -> list[str]:
-    """Which kinds of text a message holds."""
-    parts = ["reasoning"] if any(message.get(name) for name in REASONING) else []
-    parts += ["tool_calls"] if message.get("tool_calls") else []
-    return [*parts, "content"] if message.get("content") or not parts else parts
-
-
-def _altered(message: Message, part: str, mark: str) -> Message:
-    """The message with `mark` added to the end of a part."""
-    if part == "reasoning":
-        return message | {name: message[name] + mark for name in REASONING if message.get(name)}
-    if part == "content":
-        return message | {"content": (message.get("content") or "") + mark}
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        changed = function | {"arguments": _marked(function.get("arguments") or {}, mark)}
-        calls.append(call | {"function": changed} if "function" in call else changed)
-    return message | {"tool_calls": calls}
-
-
-def _marked(value: Any, mark: str) -> Any:
-    """`value` with `mark` at the end of each of its texts, names of fields included; other values become the mark."""
-    if isinstance(value, str):
-        return value + mark
-    if isinstance(value, dict):
-        return {_marked(key, mark): _marked(each, mark) for key, each in (value or {"": ""}).items()}
-    if isinstance(value, list):
-        return [_marked(each, mark) for each in value or [""]]
-    return mark
