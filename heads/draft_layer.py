@@ -211,13 +211,15 @@ class DraftLayer(nn.Module):
     """One layer. `reads` is what its attention sees of the state h and the embedding e:
 
     "both" cat(input_layernorm(e), hidden_norm(h)), the first layer of EAGLE-3; "normed" input_layernorm(h), the usual
-    one; "bare" h itself, the first layer of EAGLE-1. The residual is always h.
+    one; "bare" h itself, the first layer of EAGLE-1. The residual is h; `normed_residual`, for "both": hidden_norm(h).
     """
 
-    def __init__(self, config: LayerConfig, reads: Literal["both", "normed", "bare"]) -> None:
+    def __init__(
+        self, config: LayerConfig, reads: Literal["both", "normed", "bare"], normed_residual: bool = False
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.reads = reads
+        self.reads, self.normed_residual = reads, normed_residual
         if reads != "bare":
             self.input_layernorm = nn.RMSNorm(hidden, eps)
         if reads == "both":
@@ -234,7 +236,8 @@ class DraftLayer(nn.Module):
 
     def finish(self, h: Tensor, attended: Tensor) -> Tensor:
         """The residual stream after attention [..., A, E] and MLP."""
-        h = h + self.self_attn.o_proj(attended.flatten(-2))
+        residual = self.hidden_norm(h) if self.normed_residual else h
+        h = residual + self.self_attn.o_proj(attended.flatten(-2))
         return h + self.mlp(self.post_attention_layernorm(h))
 
     def forward(

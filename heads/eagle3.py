@@ -41,11 +41,15 @@ class Eagle3Config(LayerConfig):
     """`taps`: layers whose INPUT is read.
 
     3.1: `fc_norm` = an RMSNorm for each tap before fc; `norm_output` = the state after the final norm is fed back.
+    Of heads trained elsewhere: `norm_before_residual` = the first layer's residual is hidden_norm(h); `norm_before_fc` = one
+    RMSNorm over all taps side by side, instead of `fc_norm`.
     """
 
     taps: tuple[int, ...] = ()
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
     kind: ClassVar[str] = "eagle3"
 
     def __post_init__(self) -> None:
@@ -53,6 +57,8 @@ class Eagle3Config(LayerConfig):
         object.__setattr__(self, "taps", tuple(self.taps))  # JSON has lists only
         if not self.taps or len(set(self.taps)) < len(self.taps) or any(tap < 0 for tap in self.taps):
             raise HeadwayError(f"taps: {list(self.taps)} are not distinct layers, counted from 0")
+        if self.fc_norm and self.norm_before_fc:
+            raise HeadwayError("fc_norm and norm_before_fc: both say how taps are normed before fc; set one of them")
 
 
 class DraftOutput(nn.Module):
@@ -86,9 +92,12 @@ class Eagle3Head(EagleHead):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps) for _ in config.taps)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(len(config.taps) * hidden, eps)
         self.fc = FewRowsLinear(len(config.taps) * hidden, hidden, bias=False)
         self.layers = nn.ModuleList(
-            DraftLayer(config, "normed" if number else "both") for number in range(config.num_layers)
+            DraftLayer(config, "normed") if number else DraftLayer(config, "both", config.norm_before_residual)
+            for number in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(hidden, eps)
         self.lm_head = DraftOutput(config)
@@ -110,7 +119,8 @@ class Eagle3Head(EagleHead):
         taps = [tap.to(self.fc.weight.dtype) for tap in taps]
         if self.config.fc_norm:
             taps = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
-        return self.fc(torch.cat(taps, -1))
+        fused = torch.cat(taps, -1)
+        return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused)
 
     def enter(self, features: Tensor, embeds: Tensor) -> Tensor:
         return features

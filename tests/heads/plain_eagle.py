@@ -46,7 +46,10 @@ class PlainUnroll:
             taps = states_TF.chunk(len(head.taps), -1)
             if head.config.fc_norm:
                 taps = [norm(module, tap) for module, tap in zip(head.fc_norm, taps, strict=True)]
-            fed_TH = F.linear(torch.cat(tuple(taps), -1), head.fc.weight)
+            fused_TF = torch.cat(tuple(taps), -1)
+            if head.config.norm_before_fc:
+                fused_TF = norm(head.input_norm, fused_TF)
+            fed_TH = F.linear(fused_TF, head.fc.weight)
         self.keys: list[list[Tensor]] = [[] for _ in head.layers]
         self.values: list[list[Tensor]] = [[] for _ in head.layers]
         logits = []
@@ -89,6 +92,8 @@ class PlainUnroll:
         mask_TQ = torch.cat([torch.ones(length, length, dtype=torch.bool).tril(), *[own] * step], 1)
         scores = (q @ keys.transpose(2, 3)) / config.head_dim**0.5
         out = scores.masked_fill(~mask_TQ, -torch.inf).softmax(-1) @ values
+        if number == 0 and self.third and config.norm_before_residual:
+            h_TH = norm(layer.hidden_norm, h_TH)
         h_TH = h_TH + attention.o_proj(out[0].transpose(0, 1).flatten(1))
         x = norm(layer.post_attention_layernorm, h_TH)
         mlp = layer.mlp

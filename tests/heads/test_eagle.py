@@ -27,7 +27,7 @@ from heads.vocabulary import DraftVocabulary
 from tests.heads.plain_eagle import PlainUnroll
 
 H, V, D, S = 16, 30, 21, 3
-KINDS = ("eagle", "eagle-2-layers", "eagle3", "eagle3-full", "eagle3.1-2-layers")
+KINDS = ("eagle", "eagle-2-layers", "eagle3", "eagle3-full", "eagle3.1-2-layers", "eagle3-norms-elsewhere")
 generator = torch.Generator()
 
 
@@ -54,7 +54,9 @@ def make_head(kind: str, seed: int = 0) -> EagleHead:
         new = kind.startswith("eagle3.1")
         ids_D = torch.arange(V) if "full" in kind else torch.randperm(V, generator=generator)[:D].sort().values
         draft = None if "full" in kind else D
-        config = Eagle3Config(**shape, draft_vocab_size=draft, taps=(1, 2, 5), fc_norm=new, norm_output=new)
+        switches = {"norm_before_residual": True, "norm_before_fc": True} if "elsewhere" in kind else {}
+        switches |= {"fc_norm": new, "norm_output": new}
+        config = Eagle3Config(**shape, draft_vocab_size=draft, taps=(1, 2, 5), **switches)
         head: EagleHead = Eagle3Head.from_target(config, OUTPUT_VH, DraftVocabulary(ids_D, V))
     else:
         head = Eagle1Head(Eagle1Config(**shape))
