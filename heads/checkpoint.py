@@ -12,7 +12,7 @@ import os
 import shutil
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from heads.errors import HeadwayError
+from heads.formats.recognise import HEADWAY, recognise
 
 CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "manifest.json"
 COMMITTED = ".commit"
@@ -52,6 +53,7 @@ class Head(nn.Module):
         save_head(self, folder, self.manifest)
 
 
+AnyHead = TypeVar("AnyHead", bound=Head)
 _REGISTRY: dict[str, type[Head]] = {}
 
 
@@ -95,20 +97,42 @@ def load_head(path: str | Path, *, device: str | torch.device = "cpu", dtype: to
     folder = Path(path)
     if not folder.is_dir():
         raise HeadwayError(f"{folder}: no such folder; give the folder of a trained head (it holds {CONFIG})")
+    _refuse_foreign(folder)
     config = _read_json(folder, CONFIG)
     head_class = _REGISTRY.get(config.pop("kind", ""))
     if head_class is None:
         raise HeadwayError(f"{folder / CONFIG}: `kind` is not one of {sorted(_REGISTRY)}; not a head of this project")
     parsed = _parse_config(head_class.config_class, config, folder / CONFIG)
-    with torch.device("meta"):
-        head = head_class(parsed)
-    head.load_state_dict(_read_tensors(head, _locate(folder, WEIGHTS)), assign=True)
+    weights = _locate(folder, WEIGHTS)
+    head = build_head(head_class, parsed, _read_tensors(weights), weights)
     head.manifest = _read_json(folder, MANIFEST)
+    return head.to(device=device, dtype=dtype)
+
+
+def build_head(head_class: type[AnyHead], config: HeadConfig, tensors: dict[str, Tensor], where: Path) -> AnyHead:
+    """A head of `config` that holds `tensors`, in evaluation mode; `where` names them in errors.
+
+    Raises HeadwayError for missing, extra and misshapen tensors, and where they contradict each other.
+    """
+    with torch.device("meta"):
+        head = head_class(config)
+    _check_tensors(head, tensors, where)
+    head.load_state_dict(tensors, assign=True)
     try:
         head.check()
     except HeadwayError as error:
-        raise HeadwayError(f"{folder / WEIGHTS}: {error}") from error
-    return head.to(device=device, dtype=dtype).eval()
+        raise HeadwayError(f"{where}: {error}") from error
+    return head.eval()
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise HeadwayError with the command that converts it where a folder holds a head in the layout of an engine."""
+    if any((place / MANIFEST).exists() for place in (folder / COMMITTED, folder)):
+        return
+    layout = recognise(folder)
+    if layout not in (None, HEADWAY):
+        command = f"python heads/convert.py --head {folder} --target TARGET --to {HEADWAY} --out NEW_FOLDER"
+        raise HeadwayError(f"{folder}: a head in the {layout} layout; convert it first: {command}")
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
@@ -131,14 +155,17 @@ def _parse_config(config_class: type[HeadConfig], values: dict[str, Any], where:
         raise HeadwayError(f"{where}: {error}") from error
 
 
-def _read_tensors(head: Head, weights: Path) -> dict[str, Tensor]:
-    """The file's tensors, after every name, shape and kind of dtype was held against the head's."""
-    expected = head.state_dict()
+def _read_tensors(weights: Path) -> dict[str, Tensor]:
     try:
         with safe_open(weights, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
         raise HeadwayError(f"{weights}: cannot be read ({error}); train, convert or copy the head again") from error
+
+
+def _check_tensors(head: Head, found: dict[str, Tensor], weights: Path) -> None:
+    """Every name, shape and kind of dtype held against the head's."""
+    expected = head.state_dict()
     if missing := sorted(set(expected) - set(found)):
         raise HeadwayError(f"{weights}: tensor `{missing[0]}` is missing ({len(missing)} in all)")
     if extra := sorted(set(found) - set(expected)):
@@ -151,7 +178,6 @@ def _read_tensors(head: Head, weights: Path) -> dict[str, Tensor]:
             )
         if tensor.dtype != wanted.dtype and not (tensor.is_floating_point() and wanted.is_floating_point()):
             raise HeadwayError(f"{weights}: tensor `{name}` is {tensor.dtype}, not {wanted.dtype}")
-    return found
 
 
 def _locate(folder: Path, name: str) -> Path:
