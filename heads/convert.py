@@ -44,7 +44,7 @@ def main() -> None:
         raise HeadwayError(f"{error}; see --help") from error
     found = read_head(options.head, options.target, _taps(options.taps))
     notes = list(found.notes)
-    print(f"{options.head}: a {found.head.config.kind} head in the {found.layout} layout, for '{found.target.name}'")
+    print(f"{options.head}: {found.layout} layout, kind {found.head.config.kind}, target '{found.target.name}'")
     if options.to == HEADWAY:
         save_headway(found, options.out, options.dtype)
         commands: list[str] = [f"python eval/measure.py --target {found.target.name} --head {options.out} --out REPORT"]
