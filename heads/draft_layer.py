@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from heads.errors import HeadwayError
-from heads.linear import FewRowsLinear
+from heads.linear import FewRowsLinear, FewRowsRMSNorm
 from heads.mapped import MappedConfig
 
 FULL_ATTENTION = "full_attention"
@@ -221,11 +221,11 @@ class DraftLayer(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.reads, self.normed_residual = reads, normed_residual
         if reads != "bare":
-            self.input_layernorm = nn.RMSNorm(hidden, eps)
+            self.input_layernorm = FewRowsRMSNorm(hidden, eps)
         if reads == "both":
-            self.hidden_norm = nn.RMSNorm(hidden, eps)
+            self.hidden_norm = FewRowsRMSNorm(hidden, eps)
         self.self_attn = Attention(config, 2 * hidden if reads == "both" else hidden)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = FewRowsRMSNorm(hidden, eps)
         self.mlp = GatedMLP(config)
 
     def attention_input(self, h: Tensor, e: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from heads.checkpoint import register
 from heads.draft_layer import DraftLayer, LayerConfig
 from heads.eagle import EagleHead
 from heads.errors import HeadwayError
-from heads.linear import FewRowsLinear, few_rows_linear
+from heads.linear import FewRowsLinear, FewRowsRMSNorm, few_rows_linear
 from heads.losses import Output, Rows, draft_loss
 from heads.vocabulary import DraftVocabulary
 
@@ -91,15 +91,15 @@ class Eagle3Head(EagleHead):
         self.taps = config.taps
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps) for _ in config.taps)
+            self.fc_norm = nn.ModuleList(FewRowsRMSNorm(hidden, eps) for _ in config.taps)
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(len(config.taps) * hidden, eps)
+            self.input_norm = FewRowsRMSNorm(len(config.taps) * hidden, eps)
         self.fc = FewRowsLinear(len(config.taps) * hidden, hidden, bias=False)
         self.layers = nn.ModuleList(
             DraftLayer(config, "normed") if number else DraftLayer(config, "both", config.norm_before_residual)
             for number in range(config.num_layers)
         )
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = FewRowsRMSNorm(hidden, eps)
         self.lm_head = DraftOutput(config)
 
     @classmethod

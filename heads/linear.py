@@ -57,9 +57,11 @@ def _build() -> bool:
 
 
 def _goes_here(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels take these: on a CPU, in float32 or bfloat16, and no gradient is wanted."""
+    """Whether the kernels take these: on a CPU, all in float32 or all in bfloat16, and no gradient is wanted."""
     first = tensors[0]
     if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if any(tensor.dtype != first.dtype for tensor in tensors):  # under autocast, which sees to it
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
@@ -97,6 +99,13 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return few_rows_linear(x, self.weight, self.bias)
+
+
+class FewRowsRMSNorm(nn.RMSNorm):
+    """nn.RMSNorm whose forward is `rms_norm`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 def use_few_rows_linear(model: nn.Module) -> None:

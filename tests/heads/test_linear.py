@@ -8,7 +8,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from heads import linear
-from heads.linear import MOST_ROWS, FewRowsLinear, build_kernels, few_rows_linear, rms_norm, use_few_rows_linear
+from heads.linear import (
+    MOST_ROWS,
+    FewRowsLinear,
+    FewRowsRMSNorm,
+    build_kernels,
+    few_rows_linear,
+    rms_norm,
+    use_few_rows_linear,
+)
 
 SHAPES = [(1, 8), (2, 16), (7, 24), (64, 13), (33, 100), (96, 64)]  # [outputs, inputs]; rests of 8 lanes and of pairs
 
@@ -85,3 +93,21 @@ def test_norm_equals_the_formula(dtype: torch.dtype) -> None:
         assert found.dtype == dtype
         bound = 1e-5 + exact.abs() * (2**-8 if dtype == torch.bfloat16 else 1e-6)
         assert bool(((found.double() - exact).abs() <= bound).all())
+
+
+def test_autocast_sees_to_mixed_dtypes() -> None:
+    """States in bfloat16 meet weights in float32 when a head is validated under autocast."""
+    x, weight = torch.randn(3, 16, dtype=torch.bfloat16), torch.randn(8, 16)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        y = few_rows_linear(x, weight)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), x.double() @ weight.double().t(), rtol=0.02, atol=0.05)
+
+
+def test_the_norm_as_a_module() -> None:
+    norm, x = FewRowsRMSNorm(24, 1e-3), torch.randn(2, 5, 24)
+    nn.init.normal_(norm.weight)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), expected)
