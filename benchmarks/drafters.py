@@ -1,6 +1,6 @@
 """Greedy identity of every drafter on the embedded target, fp32: batches of 1, 2 and 5, padded on either side, shuffled.
 
-    python benchmarks/drafters.py --head DIR --head medusa-tree:DIR     # writes benchmarks/results/decoder-identity.json
+    python benchmarks/drafters.py --heads '["DIR", "eagle-tree:DIR"]'     # writes benchmarks/results/decoder-identity.json
 
 The reference is transformers' `generate` of each prompt alone; the drafters go through `SpeculativeDecoder.generate`. Those
 that need no training are always there: none, lookup, suffix, lookahead, and the target's first 6 layers as a draft model.
@@ -66,7 +66,7 @@ def measure(heads: Sequence[str] = ()) -> dict[str, Any]:
                     right += found[:length] == texts[number] and set(found[length:]) <= {stop}
                     answers += 1
                 taus.append(mean_accepted_length(decoder.ledger).micro)
-            label = "model (first 6 layers)" if name.startswith("model:") else name.replace("\\", "/").split("/")[-1]
+            label = ("adaptive " if contender.controller else "") + contender.drafter.name
             figures["runs"][label] = {"identical": right, "answers": answers, "tau_batch_5": taus[-2]}
             print(f"{label}: {figures['runs'][label]}", flush=True)
     return figures

@@ -1,6 +1,6 @@
 """Replay against decoding on the embedded target: every round of 64 held-out answers, fp32.
 
-    python benchmarks/replay.py --heads artifacts/demo/medusa --heads artifacts/eagle3   # writes benchmarks/results/eagle-replay.json
+    python benchmarks/replay.py --heads '["artifacts/demo/medusa", "artifacts/demo/eagle3"]'   # writes benchmarks/results/eagle-replay.json
 
 The answers are written by the decode loop without a draft, greedily and sampled at temperature 1. Each head then replays them,
 once for chains of all lengths and once for a static tree, and really decodes them; every round is compared. What a
@@ -158,4 +158,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    write_result("eagle-replay", auto_cli(measure))
+    write_result("eagle-replay", auto_cli(measure, as_positional=False))
