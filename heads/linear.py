@@ -105,7 +105,7 @@ class FewRowsRMSNorm(nn.RMSNorm):
     """nn.RMSNorm whose forward is `rms_norm`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
 
 
 def use_few_rows_linear(model: nn.Module) -> None:

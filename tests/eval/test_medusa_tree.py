@@ -27,6 +27,7 @@ from heads.errors import HeadwayError
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.target import Target
 from heads.vocabulary import DraftVocabulary
+from tests.eval.eagle_heads import make_head
 
 NEW, HEADS, DRAFT_VOCABULARY = 24, 3, 200
 WIDE = TreeShape.of([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 2)])
@@ -51,7 +52,7 @@ def head(target: Target) -> MedusaHead:
         for parameter in made.blocks.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     made.manifest = {
-        "target": {"name": "tiny", "fingerprint": target.fingerprint},
+        "target": {"name": str(target.path), "fingerprint": target.fingerprint},
         "recipe": {"data": {"features": "nowhere", "held_out": 5}},
     }
     return made.double().eval()
@@ -199,7 +200,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, tiny_
 def test_measured_ranks_equal_a_full_sort(head: MedusaHead, store: Path, target: Target) -> None:
     conversations = held_out_rows(FeatureStore.open(store), 3)
     assert len({stored.id for stored in conversations}) == 3
-    ranks_PK = measure_ranks(head, conversations, 5)
+    ranks_PK = measure_ranks(head, target.ends, conversations, 5, HEADS)
     wanted = []
     for stored in conversations:
         ids, turn = stored.ids_T.tolist(), stored.turn_T.tolist()
@@ -229,7 +230,8 @@ def test_grown_saved_and_drafted(
     grown = grow_tree(Options(head=folder, size=8, ranks=100, features=store, device="cpu"))
     shape = read_tree(folder)
     assert len(shape.paths) == 8
-    ranks = [measure_ranks(head.float(), held_out_rows(FeatureStore.open(store), 5)[first::2], 100) for first in (0, 1)]
+    rows = held_out_rows(FeatureStore.open(store), 5)
+    ranks = [measure_ranks(head.float(), target.ends, rows[first::2], 100, HEADS) for first in (0, 1)]
     head.double()
     across = [accepted_length(ranks[1 - half], grow(measured_shares(ranks[half], 100), 8)) for half in (0, 1)]
     mean = (across[0] * len(ranks[1]) + across[1] * len(ranks[0])) / (len(ranks[0]) + len(ranks[1]))
@@ -249,6 +251,27 @@ def test_grown_saved_and_drafted(
     (folder / TREE).write_text("[]")
     with pytest.raises(HeadwayError, match="not a candidate tree"):
         read_tree(folder)
+
+
+def test_grown_for_an_eagle_head(
+    target: Target, store: Path, tmp_path: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Ranks behind every prefix come from the replay; the tree is drafted, and the text is the target's."""
+    folder = tmp_path / "eagle"
+    head = make_head("eagle", target)
+    head.manifest = {
+        "target": {"name": str(target.path), "fingerprint": target.fingerprint},
+        "recipe": {"data": {"features": str(store), "held_out": 5}},
+    }
+    head.save_pretrained(folder)
+    grown = grow_tree(Options(head=folder, size=6, depth=3, ranks=288, device="cpu"))
+    assert len(grown["paths"]) == 6
+    drafter = build(f"eagle-static:{folder}", target, None).drafter
+    assert drafter.most_drafts == 6
+    ledger = decode(target, drafter, prompts, Settings(max_new_tokens=NEW))
+    assert [output.ids for output in ledger.outputs] == expected
+    with pytest.raises(HeadwayError, match=r"depth 0: give at least 1"):
+        grow_tree(Options(head=folder, depth=0, device="cpu"))
 
 
 def test_bad_requests_of_the_script(head: MedusaHead, store: Path, tmp_path: Path) -> None:
