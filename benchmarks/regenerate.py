@@ -40,8 +40,8 @@ Answers = dict[str, list[int]]  # id -> what was written, the stop token include
 class Bench:
     """The prompts of a run, and how each contender answers them."""
 
-    def __init__(self, count: int, tokens: int, rows: int, folder: Path) -> None:
-        self.target, self.tokens, self.rows, self.folder = Target.load(dtype="float32"), tokens, rows, folder
+    def __init__(self, target: Target, count: int, tokens: int, rows: int, folder: Path) -> None:
+        self.target, self.tokens, self.rows, self.folder = target, tokens, rows, folder
         conversations = read_conversations(SAMPLES)[:count]
         self.prompts = {each.id: prompt_ids(self.target.tokenizer, each.messages[:1]) for each in conversations}
         lines = [json.dumps({"id": each.id, "text": each.messages[0]["content"]}) for each in conversations]
@@ -92,14 +92,14 @@ class Bench:
             yield ordered[first : first + self.rows]
 
 
-def alternate(contenders: dict[str, Callable[[], Answers]], rounds: int) -> dict[str, Any]:
+def alternate(contenders: dict[str, Callable[[Bench], Answers]], bench: Bench, rounds: int) -> dict[str, Any]:
     """Tokens per second of each, the order turning from round to round; how many answers are the first contender's."""
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     answers: dict[str, Answers] = {}
     for number in range(rounds):
         for name in list(contenders)[:: 1 if number % 2 == 0 else -1]:
             started = time.perf_counter()
-            answers[name] = contenders[name]()
+            answers[name] = contenders[name](bench)
             seconds = time.perf_counter() - started
             rates[name].append(sum(map(len, answers[name].values())) / seconds)
             print(f"{name}: {rates[name][-1]:.0f} tokens/s ({seconds:.0f} s)", flush=True)
@@ -126,19 +126,22 @@ def measure(
 ) -> dict[str, Any]:
     """Figures of `count` prompts. `vllm` compares with a server of that dtype in place of `generate`; `eager` starts it
     without its compiler."""
+    target = Target.load(dtype="float32")
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        bench = Bench(count, tokens, rows, Path(scratch))
-        contenders: dict[str, Callable[[], Answers]] = {"regenerate, in process": bench.regenerate}
+        contenders: dict[str, Callable[[Bench], Answers]] = {"regenerate, in process": Bench.regenerate}
         if vllm:
             options = ["--enforce-eager"] if eager else []
             server = VllmServer(embedded_folder(), Path(scratch) / "server.log", vllm, *options)
             stack.enter_context(server)
-            contenders[f"regenerate, {PACKAGE} {vllm}"] = partial(bench.regenerate, server.url)
+            contenders[f"regenerate, {PACKAGE} {vllm}"] = partial(Bench.regenerate, server=server.url)
         else:
-            plain = AutoModelForCausalLM.from_pretrained(bench.target.path, dtype=torch.float32).eval()
-            contenders["generate"] = partial(bench.generate, plain)
-            contenders["generate, Headway's linears"] = partial(bench.generate, bench.target.model)
-        figures = alternate(contenders, rounds)
+            plain = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
+            contenders["generate"] = partial(Bench.generate, model=plain)
+            contenders["generate, Headway's linears"] = partial(Bench.generate, model=target.model)
+        print("warming up", flush=True)
+        alternate(contenders, Bench(target, rows, 4, rows, Path(scratch)), 1)
+        bench = Bench(target, count, tokens, rows, Path(scratch))
+        figures = alternate(contenders, bench, rounds)
     prompts = sum(map(len, bench.prompts.values()))
     sizes = {"prompts": count, "prompt_tokens": prompts, "max_new_tokens": tokens, "rows": rows, "rounds": rounds}
     return sizes | {"dtype": "float32", "contenders": figures}

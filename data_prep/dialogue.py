@@ -157,9 +157,9 @@ class Dialogue:
             return None
         message.clear()
         message.update(conversation.messages[-1])
-        first = len(self.prompt)
+        first, due = len(self.prompt), self.turn
         ids = sequence.ids[first:]
-        learnt = [turn == self.turn for turn in sequence.turn]
+        learnt = [turn == due for turn in sequence.turn]
         if sequence.ids[:first] != self.prompt or not all(learnt[first:]) or any(learnt[:first]):
             return None
         if answer.ids is not None:
