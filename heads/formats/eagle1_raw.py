@@ -11,12 +11,11 @@ from heads.eagle import Eagle1Config, Eagle1Head
 from heads.errors import HeadwayError
 from heads.formats.eagle3_raw import LAYER, matrix, rename_legacy
 from heads.formats.files import Foreign, check_tensors, dtype_name
-from heads.formats.layout import SGLANG, Exported, Layout, TargetFacts, check_embedding, check_target, refuse
+from heads.formats.layout import EMBEDDING, SGLANG, Exported, Layout, TargetFacts, check_embedding, check_target, refuse
 from heads.formats.llama import layer_fields, layer_shapes, llama_fields
 from heads.formats.recognise import EAGLE1
 
 TITLE = "EAGLE-1/2 layout"
-EMBEDDING = "embed_tokens.weight"
 
 
 def write(head: Eagle1Head, target: TargetFacts, engine: str, draft_tokens: int) -> Exported:

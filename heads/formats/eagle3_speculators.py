@@ -8,7 +8,7 @@ from heads.eagle3 import Eagle3Head
 from heads.errors import HeadwayError
 from heads.formats.eagle3_raw import IDS, norm_switches, read_head, rename_legacy, shapes, tap_ids
 from heads.formats.files import Foreign, check_tensors, dtype_name
-from heads.formats.layout import Exported, Layout, TargetFacts
+from heads.formats.layout import EMBEDDING, Exported, Layout, TargetFacts
 from heads.formats.llama import llama_fields
 from heads.formats.recognise import SPECULATORS
 
@@ -54,8 +54,10 @@ def write(head: Eagle3Head, target: TargetFacts, engine: str, draft_tokens: int)
     if len(config.taps) != 3:
         notes.append(f"{len(config.taps)} taps: vLLM sizes fc of a speculators head for 3 and will refuse the file")
     prefixes = [f"layers.{number}." for number in range(config.num_layers)]
-    tensors = dict(head.state_dict())
-    check_tensors(tensors, shapes(layer | fields, prefixes, len(config.taps)), "export")
+    # As the library saves it: where the file lacks it, what a fresh module drew may stay there without a word.
+    tensors = head.state_dict() | {EMBEDDING: target.embedding_VH.to(head.fc.weight.dtype)}
+    expected = shapes(layer | fields, prefixes, len(config.taps)) | {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    check_tensors(tensors, expected, "export")
     return Exported(fields, tensors, notes=tuple(notes))
 
 

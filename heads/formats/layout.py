@@ -19,6 +19,7 @@ from heads.formats.files import Foreign
 from heads.target import TargetEnds, fingerprint, resolve
 
 VLLM, SGLANG = "vllm", "sglang"
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def check_target(where: Path, target: TargetFacts, hidden_size: int, vocab_size:
             )
 
 
-def check_embedding(foreign: Foreign, target: TargetFacts, name: str = "embed_tokens.weight") -> None:
+def check_embedding(foreign: Foreign, target: TargetFacts, name: str = EMBEDDING) -> None:
     """Take the file's copy of the target's embedding out. Raises HeadwayError where it is another one: heads use the target's."""
     own_VH = foreign.tensors.pop(name, None)
     if own_VH is None:

@@ -227,7 +227,8 @@ def test_the_speculators_layout_says_every_field(tmp_path: Path, target: TargetF
         "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
     }
     names = {name.replace("midlayer.", "layers.0.") for name in raw_shapes(target.vocab_size)}
-    assert set(tensors) == names | {f"fc_norm.{tap}.weight" for tap in range(3)}
+    assert set(tensors) == names | {f"fc_norm.{tap}.weight" for tap in range(3)} | {"embed_tokens.weight"}
+    assert torch.equal(tensors["embed_tokens.weight"], target.embedding_VH)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
