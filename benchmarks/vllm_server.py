@@ -61,8 +61,9 @@ class VllmServer:
         self.log, self.port = log, _free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
-        program = str(build_environment() / "vllm")
-        self.command = [program, "serve", str(folder), "--dtype", dtype, *where, "--max-model-len", "2048", *options]
+        # not its `vllm` program, which asks for the metadata of a package of that name
+        served = [str(build_environment() / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        self.command = [*served, "--dtype", dtype, *where, "--max-model-len", "2048", *options]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
