@@ -1,4 +1,4 @@
-# make demo   set up, then collect, train and measure on the embedded target (15 to 19 minutes on 2 CPU cores)
+# make demo   set up, then collect, train and measure on the embedded target (about 20 minutes on 2 CPU cores)
 # make test   set up, then lint, format, types and the quick tests
 # make slow   the tests on the embedded target          make gpu   the tests that need a CUDA device
 # make servers  the tests that start a real vLLM server, in an environment of its own (3.5 GB at the first time)
