@@ -180,7 +180,7 @@ def test_damaged_and_hostile_files_are_refused(tmp_path: Path, target: TargetFac
             with pytest.raises(HeadwayError, match=f"{name}: cannot be read"):
                 read_foreign(folder)
     folder = save(tmp_path / "evil", eagle3_config(vocab), {}, "pytorch_model.bin")
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Evil()}))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Evil()}, protocol=2))
     with pytest.raises(HeadwayError, match=r"cannot be read"):
         recognise(folder)
     torch.save([1, 2], folder / "pytorch_model.bin")
