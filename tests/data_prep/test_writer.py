@@ -27,16 +27,16 @@ from heads.errors import HeadwayError
 from heads.target import Target
 
 MOST = 24
+ANSWERS: dict[Any, list[int]] = {}
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
-def load(tiny_target_dir: Path) -> Target:
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
     """The tiny Llama, with stop tokens that it does say."""
-    target = Target.load(str(tiny_target_dir), "float32", "cpu")
-    target.eos_ids = tuple(
-        alone(target, prompt, 40)[at] for prompt, at in zip(some_prompts(3), (3, 9, 23), strict=True)
-    )
-    return target
+    loaded = Target.load(str(tiny_target_dir), "float32", "cpu")
+    loaded.eos_ids = tuple(alone(loaded, prompt)[at] for prompt, at in zip(some_prompts(3), (3, 9, 21), strict=True))
+    return loaded
 
 
 def some_prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -50,23 +50,25 @@ def some_prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]
 
 
 def alone(target: Target, prompt: list[int], most: int = MOST) -> list[int]:
-    """transformers' greedy answer to one prompt."""
-    prompt_1T = torch.tensor([prompt])
-    found = target.model.generate(
-        prompt_1T,
-        attention_mask=torch.ones_like(prompt_1T),
-        do_sample=False,
-        max_new_tokens=most,
-        eos_token_id=list(target.eos_ids),
-        pad_token_id=0,
-    )
-    return found[0, len(prompt) :].tolist()
+    """transformers' greedy answer to one prompt; remembered, as it takes longest here."""
+    key = (id(target), target.eos_ids, tuple(prompt), most)
+    if key not in ANSWERS:
+        prompt_1T = torch.tensor([prompt])
+        found = target.model.generate(
+            prompt_1T,
+            attention_mask=torch.ones_like(prompt_1T),
+            do_sample=False,
+            max_new_tokens=most,
+            eos_token_id=list(target.eos_ids),
+            pad_token_id=0,
+        )
+        ANSWERS[key] = found[0, len(prompt) :].tolist()
+    return ANSWERS[key]
 
 
 @pytest.mark.parametrize("rows", [1, 6, 50])
-def test_rows_equal_generate(tiny_target_dir: Path, rows: int) -> None:
-    target = load(tiny_target_dir)
-    prompts = some_prompts(40)
+def test_rows_equal_generate(target: Target, rows: int) -> None:
+    prompts = some_prompts(24)
     expected = [alone(target, prompt) for prompt in prompts]
     written = Writer(target, rows).write_all([Text(prompt, MOST) for prompt in prompts])
     assert written == expected
@@ -75,10 +77,9 @@ def test_rows_equal_generate(tiny_target_dir: Path, rows: int) -> None:
     assert len(lengths) > 5  # most ended before, and others took their rows
 
 
-def test_few_slots_and_small_passes(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_slots_and_small_passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that is moved at almost every step, and prompts read two at a time."""
-    target = load(tiny_target_dir)
-    prompts = some_prompts(30)
+    prompts = some_prompts(24)
     monkeypatch.setattr("data_prep.row_cache.SPARE", 1)
     monkeypatch.setattr("data_prep.row_cache.ROOM", 1.0)
     monkeypatch.setattr(module, "READ_TOKENS", 80)
@@ -86,9 +87,8 @@ def test_few_slots_and_small_passes(tiny_target_dir: Path, monkeypatch: pytest.M
     assert written == [alone(target, prompt) for prompt in prompts]
 
 
-def test_texts_added_on_the_way(tiny_target_dir: Path) -> None:
+def test_texts_added_on_the_way(target: Target) -> None:
     """Each answer is asked on about once: a longer prompt than any before, put in while others are being written."""
-    target = load(tiny_target_dir)
     prompts = some_prompts(12)
     queue = Queue(Text(prompt, MOST, key=1) for prompt in prompts)
     ended: list[Text] = []
@@ -102,8 +102,7 @@ def test_texts_added_on_the_way(tiny_target_dir: Path) -> None:
         assert text.written == alone(target, text.prompt)
 
 
-def test_most_is_each_texts_own(tiny_target_dir: Path) -> None:
-    target = load(tiny_target_dir)
+def test_most_is_each_texts_own(target: Target) -> None:
     prompts = some_prompts(9)
     written = Writer(target, 4).write_all([Text(prompt, most) for most, prompt in enumerate(prompts, 1)])
     assert written == [alone(target, prompt, most) for most, prompt in enumerate(prompts, 1)]
@@ -133,25 +132,28 @@ def test_other_architectures(make: Callable[[], Any], tmp_path: Path, tiny_token
     model.generation_config.eos_token_id = 5
     model.save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
-    target = Target.load(str(tmp_path), "float32", "cpu")
-    prompts = some_prompts(12, longest=30)
-    written = Writer(target, 5).write_all([Text(prompt, MOST) for prompt in prompts])
-    assert written == [alone(target, prompt) for prompt in prompts]
+    other = Target.load(str(tmp_path), "float32", "cpu")
+    prompts = some_prompts(7, longest=30)
+    written = Writer(other, 3).write_all([Text(prompt, 16) for prompt in prompts])
+    assert written == [alone(other, prompt, 16) for prompt in prompts]
 
 
-def test_refusals(tiny_target_dir: Path) -> None:
-    target = load(tiny_target_dir)
-    target.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(HeadwayError, match=r"not plain attention \(linear_attention\).*--server"):
-        Writer(target, 4)
-    del target.config.layer_types
-    target.eos_ids = ()
+def test_refusals(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(target.config, "layer_types", ["full_attention", "linear_attention"], raising=False)
+        with pytest.raises(HeadwayError, match=r"not plain attention \(linear_attention\).*--server"):
+            Writer(target, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(target.tokenizer, "chat_template", None)
+        with pytest.raises(HeadwayError, match="no chat template"):
+            Writer(target, 4)
+    monkeypatch.setattr(target, "eos_ids", ())
     with pytest.raises(HeadwayError, match="names no stop token"):
         Writer(target, 4)
 
 
-def test_samples_do_not_depend_on_the_batch(tiny_target_dir: Path) -> None:
-    target, sampler = load(tiny_target_dir), Sampler(1.0, 0.9)
+def test_samples_do_not_depend_on_the_batch(target: Target) -> None:
+    sampler = Sampler(1.0, 0.9)
     prompts = some_prompts(10)
 
     def texts() -> list[Text]:
@@ -213,12 +215,10 @@ def test_logits_that_are_no_numbers() -> None:
         Sampler(1.0, 1.0)(torch.full((1, 12), torch.nan), [None])
 
 
-def test_the_target_is_an_ordinary_model(tiny_target_dir: Path) -> None:
+def test_the_target_is_an_ordinary_model(target: Target, tiny_target_dir: Path) -> None:
     """`alone` is transformers' own loop on transformers' own layers, not on what Headway makes of them."""
-    target = load(tiny_target_dir)
     plain: Any = AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype="float32")
     prompt = some_prompts(1)[0]
-    ids = plain.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=MOST, eos_token_id=list(target.eos_ids)
-    )
+    stop = list(target.eos_ids)
+    ids = plain.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=MOST, eos_token_id=stop)
     assert ids[0, len(prompt) :].tolist() == alone(target, prompt)
