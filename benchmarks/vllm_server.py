@@ -62,7 +62,13 @@ class VllmServer:
         self.url = f"http://127.0.0.1:{self.port}/v1"
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         # not its `vllm` program, which asks for the metadata of a package of that name
-        served = [str(build_environment() / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        served = [
+            str(build_environment() / "python"),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(folder),
+        ]
         self.command = [*served, "--dtype", dtype, *where, "--max-model-len", "2048", *options]
         self.process: subprocess.Popen[bytes] | None = None
 
