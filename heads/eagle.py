@@ -193,7 +193,8 @@ class Eagle1Head(EagleHead):
         return last.to(self.fc.weight.dtype)
 
     def enter(self, features: Tensor, embeds: Tensor) -> Tensor:
-        return self.fc(torch.cat([embeds.to(features.dtype), features], -1))
+        # autocast makes a product narrower, and the residual stream begins with this one
+        return self.fc(torch.cat([embeds.to(features.dtype), features], -1)).to(features.dtype)
 
     def leave(self, h: Tensor) -> tuple[Tensor, Tensor]:
         return h, h

@@ -120,7 +120,8 @@ class Eagle3Head(EagleHead):
         if self.config.fc_norm:
             taps = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
         fused = torch.cat(taps, -1)
-        return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused)
+        # autocast makes a product narrower, and the residual stream begins with this one
+        return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused).to(fused.dtype)
 
     def enter(self, features: Tensor, embeds: Tensor) -> Tensor:
         return features

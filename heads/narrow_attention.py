@@ -88,23 +88,21 @@ class _NarrowAttention(torch.autograd.Function):
             z_CGM = (part.split(weights_GXT).sum(-1) + own_weights_GMCJ.sum(-1)).permute(2, 0, 1)
             out_RGME[rows] = part.values(weights_GXT, own_weights_GMCJ) / z_CGM.unsqueeze(-1)
             log_z_RGM[rows] = highest_GMC.permute(2, 0, 1) + z_CGM.log()
-        ctx.save_for_backward(q_RGME, k_XGE, v_XGE, own_k_RJGE, own_v_RJGE, index_R, out_RGME, log_z_RGM)
+        ctx.save_for_backward(q_RGME, k_XGE, v_XGE, own_k_RJGE, own_v_RJGE, index_R, log_z_RGM)
         ctx.blocks = blocks
         return out_RGME.view(asking, heads, size)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_RGME, k_XGE, v_XGE, own_k_RJGE, own_v_RJGE, index_R, out_RGME, log_z_RGM = ctx.saved_tensors
-        grad_RGME = grads[0].reshape(out_RGME.shape)
-        # d loss / d score = law * (what the value adds to the loss - what the row's output adds)
-        level_RGM = (grad_RGME * out_RGME).sum(-1, dtype=log_z_RGM.dtype)
+        q_RGME, k_XGE, v_XGE, own_k_RJGE, own_v_RJGE, index_R, log_z_RGM = ctx.saved_tensors
+        grad_RGME = grads[0].reshape(q_RGME.shape)
         into = [torch.zeros_like(t) for t in (q_RGME, k_XGE, v_XGE, own_k_RJGE, own_v_RJGE)]
         for block in ctx.blocks:
             rows = slice(block.start, block.stop)
             part = _Part(block, q_RGME, k_XGE, v_XGE, own_k_RJGE, own_v_RJGE, index_R)
             laws = part.laws(*part.scores(), log_z_RGM[rows].permute(1, 2, 0))
-            part.backward(*laws, grad_RGME[rows], level_RGM[rows].permute(1, 2, 0), into)
+            part.backward(*laws, grad_RGME[rows], into)
         into[0] = into[0].view(grads[0].shape)
         return *into, None, None
 
@@ -162,18 +160,20 @@ class _Part:
         from_text_CGME = self.unstack(torch.bmm(law_GXT.to(dtype), self.v_GTE))
         return from_text_CGME + torch.einsum("gmcj,cjge->cgme", own_law_GMCJ.to(dtype), self.own_v_CJGE)
 
-    def backward(
-        self, law_GXT: Tensor, own_law_GMCJ: Tensor, grad_CGME: Tensor, level_GMC: Tensor, into: list[Tensor]
-    ) -> None:
+    def backward(self, law_GXT: Tensor, own_law_GMCJ: Tensor, grad_CGME: Tensor, into: list[Tensor]) -> None:
         """Add this block's gradients to those of (q, k, v, own k, own v)."""
         grad_q_RGME, grad_k_XGE, grad_v_XGE, grad_own_k_RJGE, grad_own_v_RJGE = into
-        dtype, grad_GXE, level_GMC1 = self.v_GTE.dtype, self.stack(grad_CGME), level_GMC.unsqueeze(-1)
+        dtype, grad_GXE = self.v_GTE.dtype, self.stack(grad_CGME)
         grad_v_XGE[self.keys] += torch.bmm(law_GXT.to(dtype).transpose(1, 2), grad_GXE).transpose(0, 1)
         grad_own_v_RJGE[self.rows] = torch.einsum("gmcj,cgme->cjge", own_law_GMCJ.to(dtype), grad_CGME)
+        # d loss / d score = law * (what the value adds to the loss - what a row's values add under its law); the latter from
+        # the very same rounded products, or a row's errors would not add up to 0 in bf16
         error_GXT = torch.bmm(grad_GXE, self.v_GTE.transpose(1, 2)).float()
+        own_error_GMCJ = torch.einsum("cgme,cjge->gmcj", grad_CGME, self.own_v_CJGE).float()
+        level_GMC = self.split(torch.linalg.vecdot(law_GXT, error_GXT).unsqueeze(-1)).squeeze(-1)
+        level_GMC1 = (level_GMC + torch.linalg.vecdot(own_law_GMCJ, own_error_GMCJ)).unsqueeze(-1)
         self.split(error_GXT).sub_(level_GMC1)
         error_GXT = error_GXT.mul_(law_GXT).mul_(self.scale).to(dtype)
-        own_error_GMCJ = torch.einsum("cgme,cjge->gmcj", grad_CGME, self.own_v_CJGE).float()
         own_error_GMCJ = ((own_error_GMCJ - level_GMC1) * own_law_GMCJ * self.scale).to(dtype)
         grad_k_XGE[self.keys] += torch.bmm(error_GXT.transpose(1, 2), self.q_GXE).transpose(0, 1)
         grad_own_k_RJGE[self.rows] = torch.einsum("gmcj,cgme->cjge", own_error_GMCJ, self.q_CGME)

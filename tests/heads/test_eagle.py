@@ -110,7 +110,7 @@ def batch(head: EagleHead, parts: list[Text]) -> dict[str, Tensor]:
 def output_of(head: EagleHead) -> Any:
     """The target's output function over the head's draft vocabulary; a soft cap makes it more than a product."""
     ids_D = head.target_ids()
-    return lambda last: 3 * torch.tanh(last @ OUTPUT_VH[ids_D].T / 3)
+    return lambda last: 3 * torch.tanh(last.double() @ OUTPUT_VH[ids_D].T / 3)
 
 
 def losses_of(head: EagleHead) -> dict[str, float]:
@@ -329,6 +329,25 @@ def test_noise_is_uniform_on_the_features_and_in_training_alone(monkeypatch: pyt
     assert noise.var() == pytest.approx(0.1**2 / 3, rel=0.1)
     forward(head.eval(), parts, noise=0.1)
     assert torch.equal(seen[1], torch.cat([part["last"] for part in parts]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_precision_is_near(kind: str):
+    """bf16 products under autocast, gradients in float32: within bf16's rounding of the same pass in float32."""
+    head, parts = make_head(kind, 2).float(), texts(2)
+    found = []
+    for mixed in (False, True):
+        head.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            result = forward(head, parts)
+        result.numerators_K.sum().backward()
+        gradients = [parameter.grad.flatten() for parameter in head.parameters()]
+        assert {gradient.dtype for gradient in gradients} == {torch.float32}
+        found.append((result.numerators_K.detach(), torch.cat(gradients)))
+    (exact, exact_gradient), (near, near_gradient) = found
+    assert not torch.equal(exact, near)
+    torch.testing.assert_close(near, exact, rtol=2e-2, atol=2e-2)
+    assert (near_gradient - exact_gradient).norm() < 0.05 * exact_gradient.norm()
 
 
 ROPES: dict[str, dict[str, Any]] = {
