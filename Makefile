@@ -33,7 +33,8 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not gpu and not servers"
+	# tiny models: a thread a process and several processes are many times faster than several threads
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not servers" -n auto --maxprocesses 4 --dist loadfile
 
 slow: $(DEMO)/.trained
 	$(BIN)/python -m pytest -m slow
