@@ -136,7 +136,7 @@ def as_expected(settings: Settings, tokenizer: Any, rows: list[dict[str, Any]]) 
 
 
 def test_every_turn_is_answered_in_order(settings: Make, serve: Serve, tiny_tokenizer: Any) -> None:
-    server = serve()
+    server = serve(delay=0.05)  # so that some are asked at once
     totals = regenerate(settings(server=server.url))
     prompts = make_prompts(24)
     assert as_expected(settings(), tiny_tokenizer, prompts)
