@@ -175,7 +175,9 @@ def launch(settings: Settings, *, ranks: int = 1) -> subprocess.Popen[bytes]:
         command += ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_machines", "1"]
         command += ["--num_processes", str(ranks), "--main_process_port", str(port), "--mixed_precision", "no"]
     command += [str(ROOT / "data_prep" / "collect.py")]
-    command += [f"--{name}={value}" for name, value in vars(settings).items() if value is not None and value is not False]
+    command += [
+        f"--{name}={value}" for name, value in vars(settings).items() if value is not None and value is not False
+    ]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
 
