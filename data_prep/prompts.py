@@ -63,6 +63,15 @@ class Settings:
             raise HeadwayError(f"--held_out {self.held_out}: give 0 or a positive number")
         if self.out.is_dir():
             raise HeadwayError(f"{self.out}: --out is a folder; give a file name")
+        for path in (self.out, self.heldout):
+            given = [each for each in (*self.source, *self.deny) if Path(each).expanduser().resolve() == path.resolve()]
+            if given:
+                raise HeadwayError(f"{given[0]}: would be written over; give another --out")
+
+    @property
+    def heldout(self) -> Path:
+        """The file of what is held out."""
+        return self.out.with_name(f"{self.out.stem}.heldout.jsonl")
 
 
 @dataclass(frozen=True)
@@ -137,15 +146,18 @@ class Sieve:
 def denied_turns(deny: Iterable[str], split: str = "test") -> Iterator[str]:
     """Every user turn of the sources to be denied.
 
-    Raises HeadwayError for a row that cannot be read: it would be a hole in the list.
+    Raises HeadwayError for a row that cannot be read, and a source without any: it would be a hole in the list.
     """
     for source in deny:
+        where = None
         for where, row in rows_of(source, split):
             try:
                 messages = _chat(row).messages
             except Misfit as error:
                 raise HeadwayError(f"{where}: {error}, so it cannot be denied; mend or remove the row") from error
             yield from (message["content"] for message in messages if message["role"] == "user")
+        if where is None:
+            raise HeadwayError(f"{source}: has no row, so it denies nothing; give --deny the prompts, or leave it out")
 
 
 def _chat(row: Any) -> Any:
@@ -197,7 +209,7 @@ def write_prompts(settings: Settings) -> Tally:
     """
     sieve, tally = Sieve(denied_turns(settings.deny, settings.deny_split)), Tally()
     prompts = load_prompts(settings.source, settings.split, sieve, tally, settings.count)
-    out, heldout = settings.out, settings.out.with_name(f"{settings.out.stem}.heldout.jsonl")
+    out, heldout = settings.out, settings.heldout
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in (out, heldout)}
     everything = out.with_name(f".{out.name}.{os.getpid()}.all")
     out.parent.mkdir(parents=True, exist_ok=True)

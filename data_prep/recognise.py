@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from data_prep import strict_json
+
 Message = dict[str, Any]
 
 SPEAKERS = {
@@ -68,14 +70,20 @@ def recognise(row: Any) -> Chat:
         if request is None:
             raise Misfit("none of the known fields")
         inner = recognise(request)
-        return Chat(inner.messages, inner.tools, _identity(row, "custom_id", "id") or inner.id)
+        return _sound(Chat(inner.messages, inner.tools, _identity(row, "custom_id", "id") or inner.id))
     messages = _with_system(row, messages)
     _check(messages)
-    chat = Chat(messages, _tools(row), _identity(row, "id"))
+    return _sound(Chat(messages, _tools(row), _identity(row, "id")))
+
+
+def _sound(chat: Chat) -> Chat:
+    """It, if it can be written as JSON. Raises Misfit."""
     try:
-        json.dumps([chat.messages, chat.tools, chat.id], ensure_ascii=False).encode()
+        json.dumps([chat.messages, chat.tools, chat.id], ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise Misfit("half a surrogate pair, which is no character") from error
+    except ValueError as error:
+        raise Misfit("a number that is not finite") from error
     except (RecursionError, TypeError) as error:  # such as times, which only data sets hold
         raise Misfit("nested too deep, or values that JSON has not") from error
     return chat
@@ -110,7 +118,7 @@ def _request(row: dict[str, Any]) -> dict[str, Any] | None:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return strict_json.loads(text)
     except (ValueError, RecursionError):
         return None
 
@@ -236,7 +244,10 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
-    tools = row.get("tools") or [{"type": "function", "function": each} for each in row.get("functions") or []]
+    functions = row.get("functions") or []
+    if not isinstance(functions, list) or not all(isinstance(each, dict) for each in functions):
+        raise Misfit("'functions' is no list of objects")
+    tools = row.get("tools") or [{"type": "function", "function": each} for each in functions]
     if isinstance(tools, str):
         tools = _parsed(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

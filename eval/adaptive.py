@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 ACCEPTANCE_MEMORY = 128  # rounds over which a count falls to 1/e
 COST_MEMORY = 64
+LEAST_WEIGHT = 1e-9  # of a mean that is not added to: smaller ones would end in the rounding of their value
 PRIOR_TRIALS, PRIOR_ACCEPTANCE = 1.0, 0.5
 PROBE_SHARE = 0.004  # of all time may be lost by trying other lengths
 PROBE_EVERY = 8  # rounds, at most so often
@@ -32,7 +33,8 @@ class _Mean:
         self.weight, self.total = self.weight + 1, self.total + value
 
     def fade(self, factor: float) -> None:
-        self.weight, self.total = self.weight * factor, self.total * factor
+        if self.weight > LEAST_WEIGHT:
+            self.weight, self.total = self.weight * factor, self.total * factor
 
     @property
     def value(self) -> float:

@@ -68,7 +68,7 @@ class SpeculativeDecoder:
             raise HeadwayError(f"input_ids of shape {list(input_ids.shape)}: give [rows, positions]")
         if streamer is not None and len(input_ids) != 1:
             raise HeadwayError(f"a streamer follows one row, not {len(input_ids)}; decode one prompt at a time")
-        config = self._filled(generation_config)
+        config = self._filled(generation_config, input_ids.shape[1])
         prompts = self._prompts(input_ids, attention_mask, config)
         settings = self._settings(config, input_ids.shape[1], seed)
         if streamer is not None:
@@ -78,11 +78,13 @@ class SpeculativeDecoder:
             streamer.end()
         return self._joined(input_ids, config)
 
-    def _filled(self, given: GenerationConfig | None) -> GenerationConfig:
+    def _filled(self, given: GenerationConfig | None, width: int) -> GenerationConfig:
         """The config with the target's own values, then transformers' defaults, where it has none; all followed."""
         config = copy.deepcopy(given) if given is not None else GenerationConfig()
         config.update(**self.target.model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
         defaults = GenerationConfig._get_default_generation_params()
+        if config.max_length is None and config.max_new_tokens is None:  # the default length is of what is new
+            config.max_new_tokens = max(1, min(defaults["max_length"], self.target.max_positions - width))
         config.update(**defaults, defaults_only=True)
         for name, value in config.to_dict().items():
             if name in FOLLOWED | WITHOUT_EFFECT or value is None or value == defaults.get(name) or value is False:

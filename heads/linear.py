@@ -72,11 +72,12 @@ def few_rows_linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tens
     On a CPU, without a gradient, few rows go through the kernel. Many rows in bfloat16, on a CPU without units for it,
     meet the weight widened piece by piece.
     """
-    if not _goes_here(x, weight_OI):
+    if not _goes_here(x, weight_OI, *(() if bias_O is None else (bias_O,))):
         return F.linear(x, weight_OI, bias_O)
     x_RI = x.reshape(-1, x.shape[-1])
     if len(x_RI) <= MOST_ROWS and weight_OI.is_contiguous() and build_kernels():
-        y_RO = torch.ops.headway.few_rows(x_RI.contiguous(), weight_OI, bias_O)
+        offset_O = None if bias_O is None else bias_O.contiguous()
+        y_RO = torch.ops.headway.few_rows(x_RI.contiguous(), weight_OI, offset_O)
     elif x.dtype == torch.bfloat16 and not BF16_UNITS:
         wide_RI = x_RI.float()
         pieces = weight_OI.split(max(1, WIDENED // weight_OI.shape[1]))

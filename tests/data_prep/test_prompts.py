@@ -132,6 +132,14 @@ def test_tools(row: Row) -> None:
         ({"messages": [system("s")]}, "no user turn"),
         ({"messages": [system("s"), user("a")], "system": "t"}, "two different system turns"),
         ({"messages": [user("a")], "tools": "weather"}, "'tools'"),
+        ({"messages": [user("a")], "functions": 5}, "'functions'"),
+        ({"messages": [user("a")], "functions": "weather"}, "'functions'"),
+        ({"messages": [user("a")], "functions": {"name": "weather"}}, "'functions'"),
+        ({"messages": [user("a")], "tools": [{"most": float("inf")}]}, "not finite"),
+        ({"messages": [user("a"), assistant("", tool_calls=[call('{"most": NaN}')])]}, "arguments"),
+        ({"messages": [user("a"), assistant("", tool_calls=[call('{"city": "Rome", "city": "Oslo"}')])]}, "arguments"),
+        ({"messages": [user("a"), assistant("", tool_calls=[call('{"most": 1e999}')])]}, "not finite"),
+        ({"custom_id": "\ud83d", "body": {"messages": [user("a")]}}, "surrogate"),
         ({"messages": [user("a"), assistant("", tool_calls=[call("Rome")])]}, "arguments"),
         ({"messages": [user("a"), assistant("", tool_calls=[{"id": "c"}])]}, "function name"),
         ({"messages": [user("\ud83d")]}, "surrogate"),
@@ -285,6 +293,16 @@ def test_denied_prompts_never_pass(tmp_path: Path) -> None:
     put(tmp_path / "bench.jsonl", {"turns": ["x"]}, {"title": "y"})
     with pytest.raises(HeadwayError, match=r"bench\.jsonl, line 2: none of the known fields, so it cannot be denied"):
         write_prompts(Settings([source], tmp_path / "out.jsonl", deny=[bench]))
+    put(tmp_path / "bench.jsonl")
+    with pytest.raises(HeadwayError, match=r"bench\.jsonl: has no row, so it denies nothing"):
+        write_prompts(Settings([source], tmp_path / "out.jsonl", deny=[bench]))
+
+
+def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
+    source, held = put(tmp_path / "s.jsonl", {"text": "a"}), put(tmp_path / "t.heldout.jsonl", {"text": "b"})
+    for changes in ({"out": tmp_path / "s.jsonl"}, {"out": tmp_path / "t.jsonl", "deny": [held]}):
+        with pytest.raises(HeadwayError, match="would be written over"):
+            Settings([source], **changes)
 
 
 def test_tool_results_and_later_turns_tell_conversations_apart() -> None:

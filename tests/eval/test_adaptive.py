@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from eval import decode as decode_module
-from eval.adaptive import LengthController
+from eval.adaptive import CostLine, LengthController
 from eval.contenders import build
 from eval.decode import Settings, decode
 from eval.drafters.none import NoDrafter
@@ -95,6 +95,16 @@ def test_where_lengths_win_it_ends_within_five_percent_of_the_best(name: str) ->
         assert best < fixed(lengths, cost, 0)
         total, _ = controlled(lengths, cost, len(chances))
         assert total <= 1.05 * best
+
+
+def test_a_cost_that_was_seen_long_ago_stays_what_it_was() -> None:
+    costs = CostLine()
+    for length in (0, 4, 8):
+        costs.add(length, 0.01 + 0.001 * length)
+    for _ in range(60_000):
+        costs.add(2, 0.012)
+    assert costs.at(0) == pytest.approx(0.01)
+    assert costs.at(2) == pytest.approx(0.012)
 
 
 def test_it_follows_a_text_that_changes() -> None:

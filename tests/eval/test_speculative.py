@@ -49,6 +49,14 @@ def test_greedy_options_give_what_generate_gives(
     assert decoder.generate(ids_1T, config).tolist() == reference(decoder, ids_1T, config).tolist()
 
 
+@pytest.mark.parametrize("width", [9, 25, 505])
+def test_without_a_length_it_is_as_long_as_theirs(decoder: SpeculativeDecoder, width: int) -> None:
+    ids = torch.randint(3, 288, (1, width), generator=torch.Generator().manual_seed(width))
+    expected = reference(decoder, ids, GenerationConfig(eos_token_id=PAD)).tolist()
+    assert len(expected[0]) == min(width + 20, 512)
+    assert decoder.generate(ids, GenerationConfig(eos_token_id=PAD)).tolist() == expected
+
+
 def test_stop_tokens_and_least_lengths(decoder: SpeculativeDecoder, ids_1T: torch.Tensor) -> None:
     stops = list(range(3, 150))  # half of the vocabulary, so that a text soon ends wherever it may
     for options in ({}, {"min_new_tokens": 9}, {"min_length": 20}):

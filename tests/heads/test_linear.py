@@ -57,6 +57,15 @@ def test_gradients_go_the_ordinary_way() -> None:
     few_rows_linear(x, weight).sum().backward()
     assert x.grad is not None
     assert torch.allclose(x.grad, weight.sum(0).expand(3, 8), atol=1e-6)
+    bias = torch.zeros(5, requires_grad=True)  # alone in wanting one
+    few_rows_linear(x.detach(), weight, bias).sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [3.0] * 5
+
+
+def test_a_bias_with_gaps_in_memory() -> None:
+    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5, 2)[:, 0]
+    assert torch.allclose(few_rows_linear(x, weight, bias), F.linear(x, weight, bias), atol=1e-5)
 
 
 def test_without_a_compiler_the_values_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
