@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-Prefix = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
-"""Keys and values [A, P, E] of each layer; None, None where a layer has none of its own."""
 ROOM = 1.25  # slots laid out over those in use: with more of them the rows are moved less often
 SPARE = 64
 
@@ -67,9 +65,14 @@ class _PromptLayer(_Layer):
 
 
 class PromptCache(Cache):
-    """For one pass over the rests of N prompts, left-padded by `padding` tokens, behind a common prefix of P tokens."""
+    """For one pass over the rests of N prompts, left-padded by `padding` tokens, behind a common prefix of P tokens.
 
-    def __init__(self, prefix: Prefix, length: int, padding_N: torch.Tensor) -> None:
+    `prefix` holds keys and values [A, P, E] of each layer (None, None where there are none).
+    """
+
+    def __init__(
+        self, prefix: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]], length: int, padding_N: torch.Tensor
+    ) -> None:
         super().__init__(layers=[_PromptLayer(self, held) for held in prefix])
         self.seen = length
         self.slots_NP = padding_N[:, None] + torch.arange(length, device=padding_N.device)

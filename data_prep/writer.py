@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from data_prep.row_cache import Prefix, PromptCache, RowCache
+from data_prep.row_cache import PromptCache, RowCache
 from heads.errors import HeadwayError
 from heads.target import Target
 
 FREE_SHARE = 1 / 8  # rows that must be free before prompts are read into them, or the cache is copied without them
 READ_TOKENS = 8192  # of a pass over prompts, padding included
 LEAST_PREFIX = 8  # a shorter common beginning is not worth a pass of its own
-FEW_TEXTS, UNEVEN = 8, 8  # a pass of so many prompts takes no other that would be padded by more than so many tokens
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -63,10 +62,7 @@ class Queue:
         """Remove up to `most` texts that fit into one pass."""
         taken: list[Text] = []
         while self.texts and len(taken) < most:
-            longest, last = len((taken or self.texts[-1:])[0].prompt), len(self.texts[-1].prompt)
-            full = (len(taken) + 1) * longest > READ_TOKENS
-            uneven = len(taken) >= FEW_TEXTS and longest - last > UNEVEN
-            if taken and (full or uneven):
+            if taken and (len(taken) + 1) * len(taken[0].prompt) > READ_TOKENS:
                 break
             taken.append(self.texts.pop())
         return taken
@@ -93,7 +89,6 @@ class Writer:
         self.target, self.tokenizer, self.rows = target, target.tokenizer, rows
         # transformers renamed the argument; both names are in the supported range
         parameters = inspect.signature(type(target.decoder).forward).parameters
-        self._prefix: tuple[list[int], Prefix] = [], []  # what the last prompts began with, and its keys and values
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
 
     def write(self, queue: Queue, choose: Choose = greedy) -> Iterator[Text]:
@@ -141,16 +136,13 @@ class Writer:
         shared = len(list(takewhile(lambda tokens: len(set(tokens)) == 1, zip(*bodies, strict=False))))
         if shared < LEAST_PREFIX or len(prompts) == 1:
             return self._read_behind([(None, None)] * self.target.num_layers, 0, prompts)
-        begun = prompts[0][:shared]
-        known, held = self._prefix
-        if begun[: len(known)] != known or shared - len(known) >= LEAST_PREFIX:
-            read, _ = self._read_behind([(None, None)] * self.target.num_layers, 0, [begun])
-            known = begun
-            held = [(layer.keys[0], layer.values[0]) if layer.is_initialized else (None, None) for layer in read.layers]
-            self._prefix = known, held
-        return self._read_behind(held, len(known), [prompt[len(known) :] for prompt in prompts])
+        prefix, _ = self._read([prompts[0][:shared]])
+        held = [(layer.keys[0], layer.values[0]) if layer.is_initialized else (None, None) for layer in prefix.layers]
+        return self._read_behind(held, shared, [prompt[shared:] for prompt in prompts])
 
-    def _read_behind(self, prefix: Prefix, length: int, rests: Sequence[list[int]]) -> tuple[PromptCache, torch.Tensor]:
+    def _read_behind(
+        self, prefix: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]], length: int, rests: Sequence[list[int]]
+    ) -> tuple[PromptCache, torch.Tensor]:
         longest, device = max(map(len, rests)), self.target.device
         padding_N = torch.tensor([longest - len(rest) for rest in rests], device=device)
         ids_NT = torch.tensor([[0] * (longest - len(rest)) + rest for rest in rests], device=device)
