@@ -73,7 +73,7 @@ def test_greedy_equals_generate(
             ledger = decode(target, drafter, prompts[first : first + batch], settings)
             assert [output.ids for output in ledger.outputs] == expected[first : first + batch]
             accepted += sum(row.accepted for row in ledger.rounds)
-    assert accepted > 5, "drafts that are never accepted prove nothing"
+    assert accepted > 10, "drafts that are never accepted prove nothing"
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
