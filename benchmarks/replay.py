@@ -3,8 +3,8 @@
     python benchmarks/replay.py --heads '["artifacts/demo/medusa", "artifacts/demo/eagle3"]'   # writes benchmarks/results/eagle-replay.json
 
 The answers are written by the decode loop without a draft, greedily and sampled at temperature 1. Each head then replays them,
-once for chains of all lengths and once for a static tree, and really decodes them; every round is compared. What a
-round accepts may differ only where fp32 rounds two nearly equal logits apart: such rounds are listed.
+in one pass for chains of all lengths and a static tree, and really decodes them; every round is compared. What a round
+accepts may differ only where fp32 rounds two nearly equal draft logits apart: such rounds are listed.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ class Answers:
         """By the decode loop without a draft."""
         ledger, _ = decoded(target, NoDrafter(), prompts, sampling, tokens)
         ids = [output.ids for output in ledger.outputs]
-        stored = [
-            stored_text(target, str(number), [*prompt, *answer], [0] * len(prompt) + [1] * len(answer))
-            for number, (prompt, answer) in enumerate(zip(prompts, ids, strict=True))
-        ]
-        return Answers(prompts, sampling, ids, stored)
+        kept = [stored(target, prompt, answer) for prompt, answer in zip(prompts, ids, strict=True)]
+        return Answers(prompts, sampling, ids, kept)
+
+
+def stored(target: Target, prompt: list[int], answer: list[int]) -> StoredConversation:
+    """A prompt and its answer as a store keeps them."""
+    return stored_text(target, "answer", [*prompt, *answer], [0] * len(prompt) + [1] * len(answer))
 
 
 def decoded(
@@ -76,25 +78,36 @@ def decoded(
     return ledger, time.monotonic() - begun
 
 
-def compare(answers: Answers, made: Ledger, real: Ledger) -> dict[str, Any]:
-    """Rounds that are equal, and those that are not. An answer that came out as another text is compared up to there."""
-    rounds, different, texts = 0, [], 0
+def compare(
+    target: Target, head: Head, shape: TreeShape, answers: Answers, ranks: list[TextRanks], real: Ledger
+) -> tuple[Ledger, dict[str, Any]]:
+    """The replay of what was really decoded, and how many of its rounds are other ones.
+
+    Where fp32 rounds a law of the verification pass to the other side of a coin, the answer is another text than the one
+    written without a draft; then the replay is of that text.
+    """
+    made, different, others = Ledger(), [], 0
     for number, answer in enumerate(answers.ids):
-        ours, theirs = ([row for row in ledger.rounds if row.prompt == number] for ledger in (made, real))
-        other = next(output.ids for output in real.outputs if output.prompt == number)
-        same = next((i for i, pair in enumerate(zip(answer, other, strict=False)) if pair[0] != pair[1]), len(answer))
-        texts += same < len(answer)
-        for mine, its in zip(ours, theirs, strict=False):
-            if mine.position != its.position or mine.position + mine.emitted > same:
-                break
-            rounds += 1
-            accepted = min(its.accepted, len(answer) - its.position)
-            if (mine.accepted, mine.emitted) != (accepted, its.emitted):
-                different.append(
-                    {"answer": number, "position": mine.position, "replayed": mine.accepted, "decoded": accepted}
-                )
-                break
-    return {"rounds": rounds, "different": len(different), "named": different[:LISTED], "other_texts": texts}
+        ids = next(output.ids for output in real.outputs if output.prompt == number)
+        text = ranks[number]
+        if ids != answer:
+            others += 1
+            text = text_ranks(head, target.ends, stored(target, answers.prompts[number], ids), shape.max_depth)
+        part = walk([text], shape)
+        made.absorb(part, [number])
+        theirs = [row for row in real.rounds if row.prompt == number]
+        for mine, its in zip(part.rounds, theirs, strict=False):
+            accepted = min(its.accepted, len(ids) - its.position)  # drafts past the cut are in no text
+            if (mine.position, mine.accepted, mine.emitted) != (its.position, accepted, its.emitted):
+                named = {"answer": number, "position": its.position, "replayed": mine.accepted, "decoded": accepted}
+                different.append(named)
+                break  # what follows started elsewhere
+    return made, {
+        "rounds": len(real.rounds),
+        "answers_that_differ": len(different),
+        "first_differences": different[:LISTED],
+        "other_texts": others,
+    }
 
 
 def drafters(head: Head, target: Target, steps: int) -> list[tuple[str, TreeShape, Drafter]]:
@@ -145,9 +158,9 @@ def measure(
             runs = drafters(head, model, longest)
             ranks, replay_s = ranks_of(head, model, answers, max(shape.max_depth for _, shape, _ in runs))
             for draft, shape, drafter in runs:
-                made = walk(ranks, shape)
                 real, decode_s = decoded(model, drafter, prompts, sampling, tokens)
-                run = {"head": str(folder), "text": name, "draft": draft, **compare(answers, made, real)}
+                made, found = compare(model, head, shape, answers, ranks, real)
+                run = {"head": str(folder), "text": name, "draft": draft, **found}
                 run |= {
                     "tau_replayed": mean_accepted_length(made).micro,
                     "tau_decoded": mean_accepted_length(real).micro,
