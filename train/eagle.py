@@ -33,7 +33,7 @@ from heads.served import draft_labels, served_labels, served_rows
 from heads.target import TargetEnds
 from heads.vocabulary import choose_vocabulary
 from train.prepare import coverage, facts, restricted_output, run_recipe, special_ids, supervised_counts
-from train.recipe import Recipe, read_recipe, require
+from train.recipe import Recipe, read_recipe, require, require_head
 
 DEFAULT_RECIPE = Path(__file__).resolve().parents[1] / "configs" / "recipes" / "demo-eagle3.yaml"
 
@@ -80,16 +80,13 @@ class EagleRecipe(Recipe):
     def check(self) -> None:
         super().check()
         head = self.head
-        require("head.num_layers", head.num_layers, head.num_layers >= 1, "at least 1")
+        require_head(head.num_layers, head.decay, head.draft_vocab_size)
         require("head.steps", head.steps, head.steps >= 1, "at least 1")
-        require("head.decay", head.decay, 0 < head.decay <= 1, "above 0 and at most 1, such as 0.8")
         require("head.noise", head.noise, 0 <= head.noise < float("inf"), "0 or above, such as 0.1")
         check_losses(head.losses, features=head.kind == "eagle")
-        size = head.draft_vocab_size
-        require("head.draft_vocab_size", size, size is None or size >= 1, "at least 1, or null for the full vocabulary")
         if head.kind == "eagle":
             none = "null: EAGLE-1 reads the target's last state and drafts with its output"
-            require("head.draft_vocab_size", size, size is None, none)
+            require("head.draft_vocab_size", head.draft_vocab_size, head.draft_vocab_size is None, none)
             require("head.taps", head.taps, head.taps is None, none)
 
 

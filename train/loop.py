@@ -7,102 +7,26 @@ accumulation steps, so it depends on neither padding, batch split nor world size
 from __future__ import annotations
 
 import math
-import os
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
-from transformers.integrations import unset_hf_deepspeed_config
 
-from data_prep.store import FeatureStore, StoredConversation
+from data_prep.store import FeatureStore
 from eval.replay import Replayed
-from heads.checkpoint import Head, save_head
+from heads.checkpoint import save_head
 from heads.errors import HeadwayError
-from heads.target import auto_device, auto_dtype
 from train.figures import Totals
 from train.logs import RunLog
+from train.method import Method, require_served
 from train.recipe import Recipe
-from train.sampler import Window, in_chunks, plan, shares
+from train.sampler import Window, in_chunks, plan, shares, split_rows
 from train.scoring import confirm, gathered, prompts_to_confirm, turned_over, whole_head
 from train.state import RunFolder
-
-
-class Method(Protocol):
-    """What a trainer brings: a head and how stored conversations become its batches."""
-
-    @property
-    def head(self) -> Head:
-        """The head to train."""
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """[K]: of the heads' losses."""
-
-    def batch(self, conversations: Sequence[StoredConversation]) -> dict[str, Tensor]:
-        """Keyword arguments of the head's forward, on the CPU."""
-
-    def counts(self, batch: dict[str, Tensor]) -> Tensor:
-        """[K] int64: the rows each head's loss will sum over, known without the head."""
-
-    def constants(self) -> dict[str, Any]:
-        """Further keyword arguments of the head's forward, the same for every batch (a teacher)."""
-
-    def replay(self, head: Head, conversations: Sequence[StoredConversation]) -> Replayed:
-        """What decoding with `head`, this method's own or a copy of it, would accept of these texts."""
-
-    def facts(self) -> dict[str, Any]:
-        """What belongs into the manifest beside the loop's own entries."""
-
-
-def make_accelerator(recipe: Recipe) -> Accelerator:
-    """The accelerator of a run. Called first: it is what tells the processes of a launch from each other.
-
-    Raises HeadwayError when `accelerate launch --cpu` was told to start several: it starts one and says nothing.
-    """
-    without_gpu = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    # Unless the backend is named, every process believes it is alone while DeepSpeed shards over all.
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if without_gpu and deepspeed else []
-    precision = recipe.precision
-    if precision == "auto":
-        precision = "bf16" if auto_dtype("auto", auto_device("auto")) == torch.bfloat16 else "fp32"
-    accelerator = Accelerator(
-        gradient_accumulation_steps=recipe.optim.accumulation,
-        mixed_precision="no" if precision == "fp32" else precision,
-        cpu=without_gpu and not deepspeed,
-        kwargs_handlers=handlers,
-    )
-    if "MASTER_ADDR" in os.environ and accelerator.num_processes == 1 and "LOCAL_RANK" not in os.environ:
-        raise HeadwayError(
-            "accelerate launch --cpu: starts one process whatever --num_processes says; give --multi_gpu instead"
-        )
-    if plugin := accelerator.state.deepspeed_plugin:
-        # The recipe is the one source of these; DeepSpeed asks for a micro batch size that nothing here depends on.
-        plugin.deepspeed_config["gradient_accumulation_steps"] = recipe.optim.accumulation
-        plugin.deepspeed_config["gradient_clipping"] = recipe.optim.clip
-        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
-        # Or transformers would shard the frozen target under ZeRO-3 as if it were trained; it stays outside the engine.
-        unset_hf_deepspeed_config()
-    set_seed(recipe.seed)
-    return accelerator
-
-
-def split_rows(store: FeatureStore, held_out: int) -> tuple[list[int], list[int]]:
-    """(training, validation) rows of the store: validation are the `held_out` conversations with the smallest SHA-256
-    of their ids, whatever else is there."""
-    conversations = store.conversations_by_hash()
-    if held_out >= len(conversations):
-        raise HeadwayError(
-            f"recipe: data.held_out is {held_out}, and {store.folder} holds {len(conversations)} conversations; "
-            "hold out fewer"
-        )
-    validation = {row for rows in conversations[:held_out] for row in rows}
-    return [row for row in range(len(store)) if row not in validation], sorted(validation)
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
@@ -135,8 +59,8 @@ class _Run:
     ) -> None:
         self.method, self.recipe, self.store, self.folder, self.accelerator = method, recipe, store, folder, accelerator
         training, self.validation_rows = split_rows(store, recipe.data.held_out)
-        _require_served(method, store, training, "training")
-        _require_served(method, store, self.validation_rows, "validation")
+        require_served(method, store, training, "training")
+        require_served(method, store, self.validation_rows, "validation")
         optim = recipe.optim
         self.windows = plan(
             training,
@@ -353,13 +277,3 @@ class _Run:
             f"{made['texts_identical']} of the texts are the stored ones"
         )
         return made
-
-
-def _require_served(method: Method, store: FeatureStore, rows: Sequence[int], kind: str) -> None:
-    if any(method.counts(method.batch([store[row]])).any() for row in rows):
-        return
-    ids = ", ".join(store.conversation_ids[row] for row in rows[:5])
-    raise HeadwayError(
-        f"{store.folder}: none of the {len(rows)} {kind} conversations ({ids}, ...) has an assistant turn of two tokens or more; "
-        "collect conversations with answers, and look at the loss mask"
-    )

@@ -27,7 +27,7 @@ from heads.served import draft_labels, served_labels
 from heads.target import TargetEnds
 from heads.vocabulary import choose_vocabulary
 from train.prepare import coverage, facts, restricted_output, run_recipe, special_ids, supervised_counts
-from train.recipe import Recipe, read_recipe, require
+from train.recipe import Recipe, read_recipe, require, require_head
 
 DEFAULT_RECIPE = Path(__file__).resolve().parents[1] / "configs" / "recipes" / "demo.yaml"
 
@@ -66,12 +66,9 @@ class MedusaRecipe(Recipe):
     def check(self) -> None:
         super().check()
         head = self.head
+        require_head(head.num_layers, head.decay, head.draft_vocab_size)
         require("head.num_heads", head.num_heads, head.num_heads >= 1, "at least 1")
-        require("head.num_layers", head.num_layers, head.num_layers >= 1, "at least 1")
-        require("head.decay", head.decay, 0 < head.decay <= 1, "above 0 and at most 1, such as 0.8")
         check_losses(head.losses)
-        size = head.draft_vocab_size
-        require("head.draft_vocab_size", size, size is None or size >= 1, "at least 1, or null for the full vocabulary")
 
 
 class MedusaMethod:

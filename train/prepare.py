@@ -18,8 +18,11 @@ from heads.errors import HeadwayError, sha256_file
 from heads.losses import Output
 from heads.target import TargetEnds, fingerprint, resolve
 from heads.vocabulary import DraftVocabulary
-from train.loop import Method, make_accelerator, split_rows, train
+from train.accelerator import make_accelerator
+from train.loop import train
+from train.method import Method
 from train.recipe import Recipe, as_json
+from train.sampler import split_rows
 from train.state import RunFolder
 
 VERSIONS = ("headway", "torch", "transformers", "accelerate", "deepspeed")

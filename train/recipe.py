@@ -144,6 +144,14 @@ def require(key: str, value: Any, holds: bool, wanted: str) -> None:
         raise HeadwayError(f"recipe: {key} is {value}; it must be {wanted}")
 
 
+def require_head(num_layers: int, decay: float, draft_vocab_size: int | None) -> None:
+    """Raise HeadwayError for a value that no method's `head` can have."""
+    require("head.num_layers", num_layers, num_layers >= 1, "at least 1")
+    require("head.decay", decay, 0 < decay <= 1, "above 0 and at most 1, such as 0.8")
+    whole = draft_vocab_size is None or draft_vocab_size >= 1
+    require("head.draft_vocab_size", draft_vocab_size, whole, "at least 1, or null for the full vocabulary")
+
+
 R = TypeVar("R", bound=Recipe)
 
 

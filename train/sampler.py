@@ -1,4 +1,4 @@
-"""Which conversations each optimizer step sees: a pure function of lengths, recipe and seed.
+"""Which conversations are held out, and which each optimizer step sees: a pure function of ids, lengths, recipe and seed.
 
 The plan does not depend on the number of processes or on accumulation, and a position in it is a step number: that is all a
 resumed run needs.
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from data_prep.store import FeatureStore
+from heads.errors import HeadwayError
+
 
 @dataclass(frozen=True)
 class Window:
@@ -19,6 +22,19 @@ class Window:
     step: int
     epoch: int
     rows: tuple[int, ...]
+
+
+def split_rows(store: FeatureStore, held_out: int) -> tuple[list[int], list[int]]:
+    """(training, validation) rows of the store: validation are the `held_out` conversations with the smallest SHA-256
+    of their ids, whatever else is there."""
+    conversations = store.conversations_by_hash()
+    if held_out >= len(conversations):
+        raise HeadwayError(
+            f"recipe: data.held_out is {held_out}, and {store.folder} holds {len(conversations)} conversations; "
+            "hold out fewer"
+        )
+    validation = {row for rows in conversations[:held_out] for row in rows}
+    return [row for row in range(len(store)) if row not in validation], sorted(validation)
 
 
 def plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from data_prep.collect import Settings, collect
+from heads.checkpoint import WEIGHTS
 from tests.conftest import make_conversations, write_conversations
-from train import medusa
+from train import loop, medusa
 
 Run = Callable[..., Path]
 
@@ -25,34 +27,40 @@ def fresh_accelerate() -> Iterator[None]:
     """accelerate keeps one state per process; sums of one thread, so that weights can be compared bit for bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    _reset()
+    reset_accelerate()
     yield
-    _reset()
+    reset_accelerate()
     torch.set_num_threads(threads)
 
 
-def _reset() -> None:
+def reset_accelerate() -> None:
+    """Let accelerate forget the run before."""
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()
 
 
-@pytest.fixture(scope="session")
-def features(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
-    """Folder of a store with 40 conversations of the tiny target, fp32."""
-    folder = tmp_path_factory.mktemp("tiny-features")
-    conversations = write_conversations(folder / "tiny.jsonl", make_conversations(40, seed=7))
+def make_store(folder: Path, target: Path, rows: list[dict[str, Any]], taps: str = "") -> Path:
+    """A store of conversations under a tiny target, in fp32."""
+    conversations = write_conversations(folder / "tiny.jsonl", rows)
     collect(
         Settings(
             conversations=conversations,
             out=folder / "store",
-            target=str(tiny_target_dir),
+            target=str(target),
+            taps=taps,
             dtype="float32",
             store_dtype="float32",
             held_out=0,
         )
     )
     return folder / "store"
+
+
+@pytest.fixture(scope="session")
+def features(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """Folder of a store with 40 conversations of the tiny target, fp32."""
+    return make_store(tmp_path_factory.mktemp("tiny-features"), tiny_target_dir, make_conversations(40, seed=7))
 
 
 @pytest.fixture
@@ -75,16 +83,44 @@ def recipe_file(tmp_path: Path, features: Path, tiny_target_dir: Path) -> Path:
 
 @pytest.fixture
 def run(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run("--optim.lr=1e-2", out="other")`: train in this process; returns the folder of the head."""
+    """Medusa heads by `recipe_file`."""
+    return in_process(medusa.main, recipe_file, tmp_path, monkeypatch)
 
-    def train(*arguments: str, out: str = "head") -> Path:
-        _reset()
-        folder = tmp_path / out
-        monkeypatch.setattr(sys, "argv", ["medusa.py", f"--config={recipe_file}", f"--out={folder}", *arguments])
-        medusa.main()
-        return folder
 
-    return train
+def in_process(main: Callable[[], None], recipe: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run("--optim.lr=1e-2", out="other")`: a trainer's `main` in this process; returns the head's folder in `folder`."""
+
+    def run(*arguments: str, out: str = "head") -> Path:
+        reset_accelerate()
+        monkeypatch.setattr(sys, "argv", ["train.py", f"--config={recipe}", f"--out={folder / out}", *arguments])
+        main()
+        return folder / out
+
+    return run
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL."""
+
+
+@contextmanager
+def killed_after(steps: int) -> Iterator[None]:
+    """Inside, training dies after so many steps."""
+    original = loop._Run.train_step
+
+    def step(self: Any, window: Any) -> None:
+        if window.step > steps:
+            raise Killed
+        original(self, window)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop._Run, "train_step", step)
+        with pytest.raises(Killed):
+            yield
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / WEIGHTS).read_bytes()
 
 
 def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:

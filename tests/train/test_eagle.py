@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ import yaml
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.collect import Settings, collect
 from data_prep.store import FeatureStore
 from heads import Eagle1Head, Eagle3Head, load_head
 from heads.checkpoint import MANIFEST, WEIGHTS
@@ -23,14 +19,15 @@ from heads.eagle import EagleHead
 from heads.errors import HeadwayError, sha256_file
 from heads.target import TargetEnds
 from heads.vocabulary import choose_vocabulary
-from tests.conftest import TEXT, make_conversations, save_tiny_target, write_conversations
+from tests.conftest import TEXT, make_conversations, save_tiny_target
 from tests.heads.plain_eagle import PlainUnroll
-from tests.train.conftest import _reset, metrics
+from tests.train.by_hand import counted
+from tests.train.conftest import Run, in_process, killed_after, make_store, metrics, weights
 from tests.train.test_processes import DDP, LAUNCH, ROOT, free_port, launch
-from train import eagle, loop
+from train import eagle
 from train.prepare import special_ids, supervised_counts
+from train.sampler import split_rows
 
-Run = Callable[..., Path]
 EAGLE1 = (
     "--head.kind=eagle",
     "--head.draft_vocab_size=null",
@@ -39,27 +36,10 @@ EAGLE1 = (
 )
 
 
-def make_store(folder: Path, target: Path, taps: str, rows: list[dict[str, Any]]) -> Path:
-    """A store of conversations under a tiny target, in fp32."""
-    conversations = write_conversations(folder / "tiny.jsonl", rows)
-    collect(
-        Settings(
-            conversations=conversations,
-            out=folder / "store",
-            target=str(target),
-            taps=taps,
-            dtype="float32",
-            store_dtype="float32",
-            held_out=0,
-        )
-    )
-    return folder / "store"
-
-
 @pytest.fixture(scope="session")
 def tapped(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
     """Folder of a store of the tiny target with the taps of its 4 layers."""
-    return make_store(tmp_path_factory.mktemp("tapped"), tiny_target_dir, "1,2,3", make_conversations(30, 7))
+    return make_store(tmp_path_factory.mktemp("tapped"), tiny_target_dir, make_conversations(30, 7), "1,2,3")
 
 
 @pytest.fixture
@@ -82,16 +62,8 @@ def eagle_recipe(tmp_path: Path, tapped: Path, tiny_target_dir: Path) -> Path:
 
 @pytest.fixture
 def train(eagle_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`train("--optim.lr=1e-2", out="other")`: a run in this process; returns the folder of the head."""
-
-    def run(*arguments: str, out: str = "head") -> Path:
-        _reset()
-        folder = tmp_path / out
-        monkeypatch.setattr(sys, "argv", ["eagle.py", f"--config={eagle_recipe}", f"--out={folder}", *arguments])
-        eagle.main()
-        return folder
-
-    return run
+    """An EAGLE head by `eagle_recipe`."""
+    return in_process(eagle.main, eagle_recipe, tmp_path, monkeypatch)
 
 
 def read(folder: Path) -> EagleHead:
@@ -109,59 +81,34 @@ def test_validation_figures_equal_a_plain_unroll(
     assert "coverage: training " in capsys.readouterr().out
     head, store, ends = read(folder), FeatureStore.open(tapped), TargetEnds.load(str(tiny_target_dir))
     assert isinstance(head, Eagle1Head if kind == "eagle" else Eagle3Head)
-    served, correct, reached, accepted = ([0] * 3 for _ in range(4))
-    for row in loop.split_rows(store, 5)[1]:
+    drafted = []
+    for row in split_rows(store, 5)[1]:
         stored = store[row]
         states_TF = torch.cat([stored.taps[tap] for tap in head.taps] or [stored.last_TH], 1)
         with torch.no_grad():
             logits_STD = PlainUnroll(head)(states_TF, ends.embed(stored.ids_T), 3, ends.logits)
-        ids_ST = head.target_ids()[logits_STD.argmax(-1)]
-        for t in range(len(stored.ids_T)):
-            prefix = True
-            for step in range(3):
-                turns = stored.turn_T[t + 1 : t + 3 + step].tolist()
-                if len(turns) < step + 2 or turns[0] == 0 or len(set(turns)) > 1:
-                    continue
-                right = bool(ids_ST[step, t] == stored.ids_T[t + 2 + step])
-                served[step] += 1
-                correct[step] += right
-                reached[step] += prefix
-                prefix = prefix and right
-                accepted[step] += prefix
-    best = head.manifest["best"]
-    assert best["rows"] == served
-    assert best["accuracy"] == pytest.approx([c / s for c, s in zip(correct, served, strict=True)])
-    assert best["conditional"] == pytest.approx([a / max(1, r) for a, r in zip(accepted, reached, strict=True)])
+        drafted.append((stored, head.target_ids()[logits_STD.argmax(-1)].T))
+    best, by_hand = head.manifest["best"], counted(drafted)
+    assert best["rows"] == by_hand["rows"]
+    for key in ("accuracy", "conditional"):
+        assert best[key] == pytest.approx(by_hand[key])
     rows = metrics(folder, "train")
     assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]
     assert head.manifest["made_by"] == "train/eagle.py"
 
 
-class Killed(BaseException):
-    """Stands for a SIGKILL."""
-
-
-def test_a_killed_run_draws_the_same_noise_again(train: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_run_draws_the_same_noise_again(train: Run):
     """Case 13, where random numbers matter: EAGLE-1's noise on the features."""
     expected = train(*EAGLE1, out="uninterrupted")
-    step = loop._Run.train_step
-
-    def dying(run: Any, window: Any) -> None:
-        step(run, window)
-        if window.step == 4:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "train_step", dying)
-        with pytest.raises(Killed):
-            train(*EAGLE1)
-    assert (train(*EAGLE1) / WEIGHTS).read_bytes() == (expected / WEIGHTS).read_bytes()
+    with killed_after(4):
+        train(*EAGLE1)
+    assert weights(train(*EAGLE1)) == weights(expected)
 
 
 def test_going_on_from_a_parent_keeps_its_vocabulary(train: Run, tiny_target_dir: Path, tmp_path: Path):
     """Case 10: on text whose frequent tokens are others; another size, kind or shape is refused."""
     parent = train("--optim.max_steps=3", out="parent")
-    other = make_store(tmp_path, tiny_target_dir, "1,2,3", make_conversations(12, 99))
+    other = make_store(tmp_path, tiny_target_dir, make_conversations(12, 99), "1,2,3")
     features = f"--data.features={other}"
     child = train(f"--head.parent={parent}", features, "--optim.max_steps=1", "--optim.lr=1e-9", out="child")
     ids = [read(folder).target_ids().tolist() for folder in (parent, child)]
@@ -210,7 +157,7 @@ def test_small_targets(train: Run, tiny_tokenizer: PreTrainedTokenizerFast, tmp_
         tie_word_embeddings=True,
         vocab_size=len(tiny_tokenizer) + 13,
     )
-    store = make_store(tmp_path, target, taps, make_conversations(8, 7))
+    store = make_store(tmp_path, target, make_conversations(8, 7), taps)
     head = read(train(f"--target={target}", f"--data.features={store}", "--data.held_out=2", "--optim.max_steps=2"))
     assert head.config.vocab_size == len(tiny_tokenizer) + 13
     assert ",".join(map(str, head.taps)) == taps
@@ -238,7 +185,7 @@ def test_it_learns_short_conversations_by_heart(train: Run, tiny_target_dir: Pat
         }
         for number in range(9)
     ]
-    store = make_store(tmp_path, tiny_target_dir, "1,2,3", rows)
+    store = make_store(tmp_path, tiny_target_dir, rows, "1,2,3")
     settings = ("--data.held_out=1", "--optim.epochs=45", "--optim.batch_tokens=1000", "--optim.lr=2e-2")
     shape = ("--head.draft_vocab_size=null", '--head.losses={"ce": 1.0}', "--save.every=1000")
     last = metrics(train(f"--data.features={store}", *settings, *shape), "train")[-1]

@@ -1,13 +1,15 @@
-"""The run log with the real wandb, offline: what a stand-in for wandb cannot tell."""
+"""The run log: the real wandb, offline, which tells what a stand-in cannot; and a stand-in, for keys and modes."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.train.conftest import Run, metrics
 from train.logs import METRICS, RunLog
 from train.recipe import Log
 
@@ -25,3 +27,45 @@ def test_real_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.Mon
     while b"train/loss" not in kept.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_wandb_is_offline_without_a_key_and_the_key_stays_out_of_the_files(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    import wandb
+
+    started: list[dict[str, Any]] = []
+
+    class Recorder:
+        def log(self, values: dict[str, float], step: int) -> None:
+            started[-1].setdefault("rows", []).append((step, values))
+
+        def finish(self) -> None:
+            started[-1]["finished"] = True
+
+    def init(**settings: Any) -> Recorder:
+        started.append(settings)
+        return Recorder()
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    key = "0123456789" * 4
+    for mode, logged_in, expected in [
+        ("auto", False, "offline"),
+        ("auto", True, "online"),
+        ("offline", True, "offline"),
+    ]:
+        monkeypatch.setattr(wandb, "login", lambda logged_in=logged_in, **_: logged_in)
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        out = f"{mode}-{logged_in}"
+        folder = run(f"--log.wandb={mode}", "--optim.max_steps=4", out=out)
+        assert started[-1]["mode"] == expected
+        assert started[-1]["finished"]
+        assert [step for step, _ in started[-1]["rows"]] == [1, 2, 3, 3, 4, 4]
+        assert started[-1]["rows"][0][1]["train/accuracy_2"] == metrics(folder, "train")[0]["accuracy"][2]
+        assert key not in str(started[-1]["config"])
+        assert not [path for path in folder.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    count = len(started)
+    run("--log.wandb=off", "--optim.max_steps=2", out="off")
+    assert len(started) == count
+    assert key not in capsys.readouterr().out
