@@ -36,6 +36,7 @@ from heads.shell import GivenStates, find_decoder, output_shell
 DEFAULT_TARGET = EMBEDDED
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096
+VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")  # keys of a config that identify nothing
 
 
 def resolve(name: str, revision: str | None = None) -> Path:
@@ -66,12 +67,17 @@ def fingerprint(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for volatile in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
+    for volatile in VOLATILE:
         config.pop(volatile, None)
     digest.update(json.dumps(config, sort_keys=True).encode())
     for name in ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "model.safetensors.index.json"):
         if (folder / name).is_file():
             digest.update(name.encode() + (folder / name).read_bytes())
+    _sample_weights(folder, digest)
+    return digest.hexdigest()
+
+
+def _sample_weights(folder: Path, digest: Any) -> None:
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
@@ -79,7 +85,51 @@ def fingerprint(folder: Path) -> str:
             for block in range(SAMPLE_BLOCKS):
                 file.seek(max(0, size - SAMPLE_BYTES) * block // (SAMPLE_BLOCKS - 1))
                 digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+
+
+def fingerprint_parts(folder: Path) -> dict[str, str]:
+    """Hex SHA-256 of a target's config, tokenizer, chat template and weights, each alone: which part is another.
+
+    The tokenizer is what maps text to ids, the template its chat template, wherever it is kept; "" stands for none.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for volatile in VOLATILE:
+        config.pop(volatile, None)
+    weights = hashlib.sha256()
+    _sample_weights(folder, weights)
+    return {
+        "config": _digest(json.dumps(config, sort_keys=True).encode()),
+        "tokenizer": _digest(_tokenizer_bytes(folder)),
+        "template": _digest(_template_bytes(folder)),
+        "weights": weights.hexdigest(),
+    }
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest() if content else ""
+
+
+def _tokenizer_bytes(folder: Path) -> bytes:
+    """What maps text to ids: of tokenizer.json without the padding and truncation that its last user left in it."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
+        return json.dumps(content, sort_keys=True).encode()
+    names = ("tokenizer.model", "vocab.json", "merges.txt")
+    return b"".join(name.encode() + (folder / name).read_bytes() for name in names if (folder / name).is_file())
+
+
+def _template_bytes(folder: Path) -> bytes:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_bytes()
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if (folder / name).is_file():
+            found = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
+            if found:
+                return found.encode() if isinstance(found, str) else json.dumps(found, sort_keys=True).encode()
+    return b""
 
 
 def auto_device(device: str) -> torch.device:
@@ -180,7 +230,7 @@ class Target:
         self.hidden_size, self.vocab_size = self.ends.hidden_size, self.ends.vocab_size
         self.decoder: Any = find_decoder(model)
         self.layers = _layers(self.decoder, self.num_layers)
-        self.eos_ids = _eos_ids(model.generation_config, self.tokenizer)
+        self.eos_ids = stop_ids(model.generation_config, self.tokenizer)
 
     @classmethod
     def load(cls, name: str = DEFAULT_TARGET, dtype: str = "auto", device: str = "auto") -> Target:
@@ -255,11 +305,15 @@ def _max_positions(config: Any) -> int:
     return sys.maxsize
 
 
-def _eos_ids(generation: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:
-    eos = generation.eos_token_id if generation.eos_token_id is not None else tokenizer.eos_token_id
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+def stop_ids(generation: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that a target stops at: of its generation config, else of its tokenizer."""
+    given = generation.eos_token_id if generation.eos_token_id is not None else tokenizer.eos_token_id
+    return as_ids(given)
+
+
+def as_ids(given: int | Sequence[int] | torch.Tensor | None) -> tuple[int, ...]:
+    """What a generation config may hold as token ids: one, several, a tensor of them, or none."""
+    return () if given is None else tuple(torch.as_tensor(given, dtype=torch.int64).flatten().tolist())
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from accelerate import Accelerator
 
 from heads.checkpoint import CONFIG, MANIFEST, load_head, read_manifest, save_head
 from heads.errors import HeadwayError
+from heads.provenance import head_facts
+from heads.target import fingerprint_parts, resolve
 from train.recipe import differing_key
 
 STEP, PARTIAL, BEST = "step-", ".partial-", "best-"
@@ -114,8 +116,13 @@ class RunFolder:
             torch.cuda.set_rng_state(states["cuda"])
 
     def finish(self, best_step: int, manifest: dict[str, Any]) -> None:
-        """Make the best head the folder's own, with the final manifest."""
-        save_head(load_head(self.best(best_step)), self.out, {**self.identity, **manifest})
+        """Make the best head the folder's own, with the final manifest: what the head is, and each part of its target."""
+        head, target = load_head(self.best(best_step)), self.identity["target"]
+        facts = {
+            "target": {**target, "parts": fingerprint_parts(resolve(target["name"]))},
+            "head": head_facts(head),
+        }
+        save_head(head, self.out, {**self.identity, **manifest, **facts})
 
     def _prune(self, keep_last: int) -> None:
         folders = sorted(self.checkpoints.glob(f"{STEP}*"))

@@ -27,12 +27,17 @@ def recognise(folder: Path) -> str | None:
     if "kind" in config:
         return HEADWAY
     weights = find_weights(folder)
-    if weights is None:
-        return None
+    return None if weights is None else layout_of(config, read_names(weights), folder)
+
+
+def layout_of(config: dict[str, Any], names: Sequence[str], where: Path) -> str | None:
+    """`recognise` for a config and the names of the tensors; `where` is the folder in errors."""
+    if "kind" in config:
+        return HEADWAY
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3") or "dflash_config" in config:
-        raise HeadwayError(f"{folder}: a {kind or 'dflash'} head; EAGLE, EAGLE-3 and Medusa heads are read")
-    return SPECULATORS if kind else _by_names(read_names(weights), config)
+        raise HeadwayError(f"{where}: a {kind or 'dflash'} head; EAGLE, EAGLE-3 and Medusa heads are read")
+    return SPECULATORS if kind else _by_names(names, config)
 
 
 def _by_names(names: Sequence[str], config: dict[str, Any]) -> str | None:

@@ -22,7 +22,7 @@ from transformers import (
 
 from heads.errors import HeadwayError
 from heads.linear import few_rows_linear
-from heads.target import Target, TargetEnds, auto_dtype, fingerprint, resolve
+from heads.target import Target, TargetEnds, auto_dtype, fingerprint, fingerprint_parts, resolve
 
 SIZES = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}  # fmt: skip
@@ -108,3 +108,39 @@ def test_few_rows_linear_equals_linear(rows: int) -> None:
     for given in (None, bias):
         expected = (x.double() @ weight.double().T + (0 if given is None else given.double())).float()
         torch.testing.assert_close(few_rows_linear(x, weight, given), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_a_fingerprint_name_what_is_another(tiny_target_dir: Path, tmp_path: Path) -> None:
+    parts = fingerprint_parts(tiny_target_dir)
+    assert list(parts) == ["config", "tokenizer", "template", "weights"]
+
+    def changed(name: str, content: str | None, file: str) -> set[str]:
+        folder = shutil.copytree(tiny_target_dir, tmp_path / name)
+        text = (folder / file).read_text() if file.endswith("json") else ""
+        (folder / file).write_text(text if content is None else content)
+        return {part for part, digest in fingerprint_parts(folder).items() if digest != parts[part]}
+
+    config = json.loads((tiny_target_dir / "config.json").read_text())
+    tokenizer = json.loads((tiny_target_dir / "tokenizer.json").read_text())
+    assert changed("config", json.dumps(config | {"rms_norm_eps": 1e-3}), "config.json") == {"config"}
+    assert changed("dtype", json.dumps(config | {"dtype": "bfloat16"}), "config.json") == set()
+    assert changed("split", json.dumps(tokenizer | {"pre_tokenizer": None}), "tokenizer.json") == {"tokenizer"}
+    padded = {"padding": {"strategy": "BatchLongest"}, "truncation": {"max_length": 9}}
+    assert changed("padded", json.dumps(tokenizer | padded), "tokenizer.json") == set()
+    assert changed("template", "{{ messages }}", "chat_template.jinja") == {"template"}
+    tuned = shutil.copytree(tiny_target_dir, tmp_path / "tuned")
+    weights = load_file(tuned / "model.safetensors")
+    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, tuned / "model.safetensors", {"format": "pt"})
+    assert {part for part, digest in fingerprint_parts(tuned).items() if digest != parts[part]} == {"weights"}
+
+
+def test_a_template_in_the_tokenizers_config_counts(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """Where older folders keep it."""
+    folder = shutil.copytree(tiny_target_dir, tmp_path / "old")
+    text = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": text}))
+    assert fingerprint_parts(folder) == fingerprint_parts(tiny_target_dir)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert fingerprint_parts(folder)["template"] == ""
