@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from data_prep import collect as script
+from data_prep import target_states
 from data_prep.collect import Settings, collect
 from data_prep.conversations import read_conversations, render
 from data_prep.plan import share_of_rank
@@ -129,7 +130,7 @@ def test_logits_are_computed_in_bounded_chunks(settings: Make, monkeypatch: pyte
         return logits(self, last)
 
     monkeypatch.setattr(Target, "logits", counted)
-    monkeypatch.setattr(script, "LOGIT_ELEMENTS", 288 * 7)
+    monkeypatch.setattr(target_states, "LOGIT_ELEMENTS", 288 * 7)
     collect(settings(out=tmp_path / "chunked"))
     whole, chunked = FeatureStore.open(settings().out), FeatureStore.open(tmp_path / "chunked")
     served = sum(int((row.top1_T >= 0).sum()) for row in whole)
