@@ -138,6 +138,7 @@ void check(const at::Tensor& x, const at::Tensor& weight) {
   TORCH_CHECK(x.scalar_type() == weight.scalar_type(), "headway: ", x.scalar_type(), " and ", weight.scalar_type());
   TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "headway: ", x.scalar_type());
   TORCH_CHECK(x.dim() > 0 && x.size(-1) == weight.size(-1), "headway: shapes do not fit");
+  TORCH_CHECK(x.size(-1) > 0, "headway: rows of no numbers");
 }
 
 // x [R, K], weight [O, K], bias [O] -> [R, O], all of one type; sums in float32

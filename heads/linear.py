@@ -57,8 +57,10 @@ def _build() -> bool:
 
 
 def _goes_here(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels take these: on a CPU, all in float32 or all in bfloat16, and no gradient is wanted."""
+    """Whether the kernels take these: on a CPU, all in float32 or all in bfloat16, something to sum over, no gradient wanted."""
     first = tensors[0]
+    if not first.shape[-1]:
+        return False
     if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
         return False
     if any(tensor.dtype != first.dtype for tensor in tensors):  # under autocast, which sees to it

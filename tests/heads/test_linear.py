@@ -68,6 +68,20 @@ def test_a_bias_with_gaps_in_memory() -> None:
     assert torch.allclose(few_rows_linear(x, weight, bias), F.linear(x, weight, bias), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_to_sum_over(dtype: torch.dtype) -> None:
+    """A sum of nothing is 0, and the bias stays; the kernels say that they were not made for it."""
+    x, weight, bias = torch.empty(2, 3, 0, dtype=dtype), torch.empty(5, 0, dtype=dtype), torch.arange(5, dtype=dtype)
+    assert torch.equal(few_rows_linear(x, weight), torch.zeros(2, 3, 5, dtype=dtype))
+    assert torch.equal(few_rows_linear(x, weight, bias), bias.expand(2, 3, 5))
+    assert rms_norm(x, weight[0], 1e-5).shape == (2, 3, 0)
+    assert build_kernels(), "no C++ compiler"
+    with pytest.raises(RuntimeError, match="rows of no numbers"):
+        torch.ops.headway.few_rows(x[0], weight, None)
+    with pytest.raises(RuntimeError, match="rows of no numbers"):
+        torch.ops.headway.rms_norm(x, weight[0], 1e-5)
+
+
 def test_without_a_compiler_the_values_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(5, 64).bfloat16(), torch.randn(48, 64).bfloat16()
     with_kernel = few_rows_linear(x, weight)
