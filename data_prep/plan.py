@@ -18,7 +18,7 @@ from data_prep.conversations import Conversation
 from data_prep.render import render_all
 from data_prep.store import Entry
 from heads.errors import HeadwayError
-from heads.target import auto_dtype, fingerprint, resolve
+from heads.target import auto_dtype, fingerprint, resolve, stop_ids
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,12 @@ def describe(name: str, dtype: str, device: torch.device) -> Source:
 
 
 def _stop_ids(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that the loaded target would stop at: of its generation config, else of its tokenizer."""
+    """The ids that the target would stop at if it were loaded."""
     if (folder / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(folder)
     else:
         generation = GenerationConfig.from_model_config(config)
-    stop = generation.eos_token_id if generation.eos_token_id is not None else tokenizer.eos_token_id
-    if stop is None:
-        return ()
-    return tuple(stop) if isinstance(stop, list | tuple) else (int(stop),)
+    return stop_ids(generation, tokenizer)
 
 
 def parse_taps(text: str, layers: int) -> tuple[int, ...]:

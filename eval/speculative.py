@@ -21,7 +21,7 @@ from eval.drafters import Drafter
 from eval.ledger import Ledger
 from eval.sampling import Sampling
 from heads.errors import HeadwayError
-from heads.target import DEFAULT_TARGET, Target
+from heads.target import DEFAULT_TARGET, Target, as_ids
 
 # Options of GenerationConfig that `generate` follows. Any other one that is set to more than its default is refused.
 FOLLOWED = {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "stop_strings", "do_sample", "temperature",
@@ -97,7 +97,7 @@ class SpeculativeDecoder:
     def _prompts(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor | None, config: GenerationConfig) -> list[list[int]]:
         pad = config.pad_token_id
         if mask_BT is None:
-            padded = pad is not None and pad not in _as_tuple(config.eos_token_id)
+            padded = pad is not None and pad not in as_ids(config.eos_token_id)
             mask_BT = ids_BT != pad if padded else torch.ones_like(ids_BT)
         if mask_BT.shape != ids_BT.shape:
             raise HeadwayError(f"attention_mask of shape {list(mask_BT.shape)}: it must be {list(ids_BT.shape)}")
@@ -137,14 +137,14 @@ class SpeculativeDecoder:
             max_new_tokens=most,
             min_new_tokens=least,
             sampling=sampling,
-            stop_ids=_as_tuple(config.eos_token_id),
+            stop_ids=as_ids(config.eos_token_id),
             ends=ends,
             seed=int(torch.randint(2**62, ())) if seed is None else seed,
         )
 
     def _joined(self, input_ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
         new = [output.ids for output in self.ledger.outputs]
-        stops = _as_tuple(config.eos_token_id)
+        stops = as_ids(config.eos_token_id)
         pad = config.pad_token_id if config.pad_token_id is not None else (stops[0] if stops else 0)
         longest = max(map(len, new))
         rows = [ids + [pad] * (longest - len(ids)) for ids in new]
@@ -156,10 +156,6 @@ def _tell(streamer: Any) -> Any:
         return None
     # one token a call, as transformers does: some streamers take no more
     return lambda _, tokens: [streamer.put(torch.tensor([token])) for token in tokens]
-
-
-def _as_tuple(ids: int | list[int] | None) -> tuple[int, ...]:
-    return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
 def _biases(given: Any) -> dict[int, float]:

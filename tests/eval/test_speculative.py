@@ -66,6 +66,15 @@ def test_stop_tokens_and_least_lengths(decoder: SpeculativeDecoder, ids_1T: torc
         assert decoder.generate(ids_1T, config).tolist() == expected
 
 
+def test_stop_tokens_in_a_tensor(decoder: SpeculativeDecoder, ids_1T: torch.Tensor) -> None:
+    """transformers takes them so, one without a dimension too."""
+    for stops in (list(range(3, 150)), reference(decoder, ids_1T, GenerationConfig(max_new_tokens=9))[0, -1].item()):
+        expected = reference(decoder, ids_1T, GenerationConfig(max_new_tokens=30, eos_token_id=stops, pad_token_id=PAD))
+        assert len(expected[0]) < 39, "the stop tokens did nothing"
+        config = GenerationConfig(max_new_tokens=30, eos_token_id=torch.tensor(stops), pad_token_id=PAD)
+        assert torch.equal(decoder.generate(ids_1T, config), expected)
+
+
 def test_stop_strings(decoder: SpeculativeDecoder, ids_1T: torch.Tensor) -> None:
     text = reference(decoder, ids_1T, GenerationConfig(max_new_tokens=30))[0, 9:].tolist()
     ascii_tokens = [token for token in text if decoder.tokenizer.decode([token]).isascii()]
