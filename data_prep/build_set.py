@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,10 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 
 from data_prep import regenerate, synthesize
 from data_prep.pools import SYNTHETIC, Pools, Turns
+from heads.command_line import parse_arguments
 from heads.errors import HeadwayError, atomic_write_text, run_script, sha256_file
 from heads.target import DEFAULT_TARGET, fingerprint, resolve
 
@@ -235,11 +235,7 @@ def main() -> None:
     parser.add_argument("--source", nargs="+", default=[], help="files, folders or Hub names with prompts to train on")
     parser.add_argument("--deny", nargs="+", default=[], help="the same, with prompts that must not be trained on")
     parser.add_class_arguments(Settings, skip={"source", "deny"})
-    try:
-        given = parser.parse_args(sys.argv[1:]).as_dict()
-    except ArgumentError as error:
-        raise HeadwayError(f"{error}; see --help") from error
-    settings = Settings(**given)
+    settings = Settings(**parse_arguments(parser).as_dict())
     print(f"{settings.out}/conversations.jsonl: {describe(build(settings))}")
 
 

@@ -14,6 +14,7 @@ from data_prep.dialogue import Answer, Dialogue, Message
 from data_prep.message_text import REASONING
 from heads.errors import HeadwayError
 
+MOST_ID = 2**31  # no vocabulary comes near it; tokenizers take no larger numbers
 FINISHED = {"stop": False, "tool_calls": False, "length": True}  # finish_reason -> whether the answer was cut
 
 
@@ -77,9 +78,9 @@ def read_response(response: Any, prompt: list[int]) -> Answer:
     try:
         choice = response["choices"][0]
         usage = response.get("usage") or {}
-        finish, ids = choice["finish_reason"], choice.get("token_ids")
-        count = len(ids) if ids is not None else int(usage["completion_tokens"])
-        theirs, their_count = response.get("prompt_token_ids"), usage.get("prompt_tokens")
+        finish, ids = _given(choice["finish_reason"], str), _ids(choice.get("token_ids"))
+        count = len(ids) if ids is not None else _given(usage["completion_tokens"], int)
+        theirs, their_count = _ids(response.get("prompt_token_ids")), _given(usage.get("prompt_tokens"), int)
         message = _read_message(choice["message"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise Malformed(f"a response without an answer ({type(error).__name__}: {error})") from error
@@ -87,6 +88,21 @@ def read_response(response: Any, prompt: list[int]) -> Answer:
         raise Malformed(f"an answer of {count} tokens that ended with finish_reason {finish!r}")
     _compare(prompt, theirs, their_count)
     return Answer(ids, count, FINISHED[finish], message)
+
+
+def _given(value: Any, kind: type) -> Any:
+    """A value that is of its kind, or null. Raises TypeError for any other."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{type(value).__name__} in the place of {kind.__name__}")
+    return value
+
+
+def _ids(value: Any) -> list[int] | None:
+    """Token ids, or null. Raises TypeError and ValueError for what are none."""
+    for each in _given(value, list) or []:
+        if each is None or not 0 <= _given(each, int) < MOST_ID:
+            raise ValueError(f"{each!r} among token ids")
+    return value
 
 
 def _compare(ours: list[int], theirs: list[int] | None, their_count: int | None) -> None:
@@ -108,8 +124,8 @@ def _compare(ours: list[int], theirs: list[int] | None, their_count: int | None)
 
 
 def _read_message(given: dict[str, Any]) -> Message:
-    message: Message = {"role": "assistant", "content": given.get("content")}
-    if thoughts := given.get("reasoning") or given.get("reasoning_content"):
+    message: Message = {"role": "assistant", "content": _given(given.get("content"), str)}
+    if thoughts := _given(given.get("reasoning") or given.get("reasoning_content"), str):
         message["reasoning_content"] = thoughts
     if given.get("tool_calls"):
         message["tool_calls"] = [dict(call) for call in given["tool_calls"]]

@@ -20,18 +20,18 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 
 from data_prep import strict_json
 from data_prep.message_text import REASONING
 from data_prep.render import Rendered, prompt_ids, render, render_all
+from heads.command_line import parse_arguments
 from heads.errors import HeadwayError, run_script
 from heads.target import DEFAULT_TARGET
 
@@ -258,10 +258,7 @@ def main() -> None:
     shower.add_argument("--html", type=Path | None, help="write a page there instead of printing")
     shower.add_argument("--target", type=str, default=DEFAULT_TARGET, help="embedded name, local folder or Hub id")
     parser.add_subcommands(required=True).add_subcommand("show", shower, help="show one, supervised tokens coloured")
-    try:
-        chosen = parser.parse_args(sys.argv[1:]).show
-    except ArgumentError as error:
-        raise HeadwayError(f"{error}; see --help") from error
+    chosen = parse_arguments(parser).show
     show(chosen.file, chosen.row, chosen.target, chosen.html)
 
 

@@ -12,6 +12,7 @@ from data_prep.plan import sha_of
 from data_prep.prompts import Prompt, Sieve, Tally, denied_turns, load_prompts
 from data_prep.seeds import Seeds
 from data_prep.work import Work
+from heads.errors import HeadwayError
 from heads.target import DEFAULT_TARGET, Target
 
 SYNTHETIC = "self-synthesis"
@@ -29,7 +30,7 @@ class Pools:
     """Prompts by their source, each in the order of a hash of its id, so that some of them are a fair sample.
 
     One sieve holds for all: no prompt is in two pools, none is denied or measured on. Of the embedded target the bundled
-    conversations' user turns are the first of its self-synthesis.
+    conversations' user turns are the first of its self-synthesis. Raises HeadwayError for a source without a usable row.
     """
 
     def __init__(self, sources: Sequence[str], deny: Iterable[str], turns: Turns, target: str) -> None:
@@ -40,8 +41,12 @@ class Pools:
         self.kind = {prompt.id: source for source, pool in self.prompts.items() for prompt in pool}
 
     def _load(self, source: str) -> list[Prompt]:
-        found = load_prompts([source], "train", self.sieve, self.tally)
-        return sorted(found, key=lambda prompt: sha_of(prompt.id))
+        tally = Tally()
+        found = sorted(load_prompts([source], "train", self.sieve, tally), key=lambda prompt: sha_of(prompt.id))
+        if not found:
+            raise HeadwayError(f"{source}: no row can be used; {tally.faults()}; mend it, or leave it out")
+        self.tally.absorb(tally)
+        return found
 
     def take(self, source: str, first: int, count: int) -> list[Prompt]:
         """Up to `count` prompts from number `first` on. Those of self-synthesis never end: the target invents them."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,13 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.progress import track
 
 from data_prep.conversations import Conversation, split_heldout
 from data_prep.recognise import Message, Misfit, recognise
 from data_prep.sources import rows_of
+from heads.command_line import parse_arguments
 from heads.errors import HeadwayError, run_script
 
 UNANSWERED = "unanswered"
@@ -40,7 +40,8 @@ class Settings:
 
     Args:
         source: files (.jsonl, .json, .parquet), folders or names of the Hub (NAME or NAME:CONFIG)
-        out: JSON lines file to write; what is held out goes beside it, into NAME.heldout.jsonl
+        out: JSON lines file to write; what is held out goes beside it, into NAME.heldout.jsonl. Older files of these names
+            are replaced; where nothing is held out, an older NAME.heldout.jsonl is removed
         split: of folders and names
         deny: files, folders or names with prompts to measure on; a row that holds one of their user turns is left out
         deny_split: of folders and names given to --deny
@@ -101,6 +102,12 @@ class Tally:
         """Count a row that is not taken."""
         self.left_out[reason] += 1
         self.first.setdefault(reason, where)
+
+    def absorb(self, other: Tally) -> None:
+        """Count another's rows too, which come after this one's."""
+        self.kept += other.kept
+        self.left_out += other.left_out
+        self.first = other.first | self.first
 
     def __str__(self) -> str:
         kept = ", ".join(f"{count:,} of {source}" for source, count in self.kept.items())
@@ -219,6 +226,8 @@ def write_prompts(settings: Settings) -> Tally:
             raise HeadwayError(f"{', '.join(settings.source)}: no row can be used; {tally.faults()}")
         _, held = split_heldout([Conversation(identity, []) for identity in ids], settings.held_out)
         _split(everything, ids, {each.id for each in held}, parts[out], parts[heldout])
+        if not held:
+            heldout.unlink(missing_ok=True)  # what it holds may be among the prompts now
         os.replace(parts[out], out)
         if held:
             os.replace(parts[heldout], heldout)
@@ -253,11 +262,7 @@ def main() -> None:
     parser.add_argument("--source", nargs="+", required=True, help="files, folders or Hub names (NAME or NAME:CONFIG)")
     parser.add_argument("--deny", nargs="+", default=[], help="the same, with prompts that must not be trained on")
     parser.add_class_arguments(Settings, skip={"source", "deny"})
-    try:
-        given = parser.parse_args(sys.argv[1:]).as_dict()
-    except ArgumentError as error:
-        raise HeadwayError(f"{error}; see --help") from error
-    settings = Settings(**given)
+    settings = Settings(**parse_arguments(parser).as_dict())
     print(f"{settings.out}: {write_prompts(settings)}; {settings.held_out} held out")
 
 

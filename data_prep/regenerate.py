@@ -15,18 +15,18 @@ A server is started on the target's folder (`vllm serve FOLDER`); its key, if it
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 
 from data_prep.answering import Run, Totals
 from data_prep.dialogue import Dialogue
 from data_prep.journal import Journal
 from data_prep.plan import Source, describe
 from data_prep.prompts import Sieve, Tally, load_prompts
+from heads.command_line import parse_arguments
 from heads.errors import HeadwayError, atomic_write_text, run_script
 from heads.target import DEFAULT_TARGET, auto_device
 
@@ -154,11 +154,7 @@ def main() -> None:
     parser = ArgumentParser(description="Let the target answer a file of prompts.", exit_on_error=False)
     parser.add_argument("--dry_run", action="store_true", help="print the plan and stop")
     parser.add_class_arguments(Settings, skip={"dry_run"})
-    try:
-        parsed = parser.parse_args(sys.argv[1:])
-    except ArgumentError as error:
-        raise HeadwayError(f"{error}; see --help") from error
-    settings = Settings(**parsed.as_dict())
+    settings = Settings(**parse_arguments(parser).as_dict())
     totals = regenerate(settings)
     if totals is not None:
         print(f"{settings.out}: {summary(totals)}")

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 
 from data_prep.nucleus import Sampler
 from data_prep.prompts import normalised
 from data_prep.seeds import Seed, Seeds
 from data_prep.work import Counter, Work
 from data_prep.writer import Text, Writer
+from heads.command_line import parse_arguments
 from heads.errors import HeadwayError, atomic_write_text, run_script
 from heads.target import DEFAULT_TARGET, Target
 
@@ -267,11 +267,7 @@ def main() -> None:
     parser = ArgumentParser(description="Let the target write its own conversations.", exit_on_error=False)
     parser.add_argument("--keep_system", action="store_true", help="leave the system turn that steers in place")
     parser.add_class_arguments(Settings, skip={"keep_system"})
-    try:
-        parsed = parser.parse_args(sys.argv[1:])
-    except ArgumentError as error:
-        raise HeadwayError(f"{error}; see --help") from error
-    synthesize(Settings(**parsed.as_dict()))
+    synthesize(Settings(**parse_arguments(parser).as_dict()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from data_prep.store import MANIFEST as STORE_MANIFEST
@@ -27,6 +27,7 @@ from eval.replay import chain, text_ranks
 from eval.replay_steps import most_steps
 from heads import load_head
 from heads.checkpoint import MANIFEST, Head
+from heads.command_line import parse_arguments
 from heads.errors import HeadwayError, atomic_write_text, run_script, sha256_file
 from heads.medusa import MedusaHead
 from heads.target import TargetEnds, auto_device
@@ -146,10 +147,7 @@ def main() -> None:
     """Parse the command line, grow, say what came out."""
     parser = ArgumentParser(description="Grow a head's candidate tree.", exit_on_error=False)
     parser.add_class_arguments(Options)
-    try:
-        options = Options(**parser.parse_args().as_dict())
-    except ArgumentError as error:
-        raise HeadwayError(f"{error}; see --help") from error
+    options = Options(**parse_arguments(parser).as_dict())
     grown = grow_tree(options)
     print(
         f"{options.head / TREE}: {len(grown['paths'])} nodes, {grown['accepted']:.3f} drafts accepted a round at "

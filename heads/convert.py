@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 
 import heads  # noqa: F401 - registers the kinds of heads
+from heads.command_line import parse_arguments
 from heads.errors import HeadwayError, run_script
 from heads.formats.files import DTYPES
 from heads.formats.layouts import WRITTEN, export_head, read_head, save_headway
@@ -38,10 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--taps", help="EAGLE-3: layers whose input is read, such as 2,16,29, where the config is wrong"
     )
-    try:
-        options = parser.parse_args()
-    except ArgumentError as error:
-        raise HeadwayError(f"{error}; see --help") from error
+    options = parse_arguments(parser)
     found = read_head(options.head, options.target, _taps(options.taps))
     notes = list(found.notes)
     print(f"{options.head}: {found.layout} layout, kind {found.head.config.kind}, target '{found.target.name}'")

@@ -12,10 +12,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
 
+from heads.command_line import parse_arguments
 from heads.errors import HeadwayError, run_script
 from heads.target import DEFAULT_TARGET, resolve
 
@@ -68,10 +69,7 @@ def main() -> None:
     parser.add_argument("--target", default=DEFAULT_TARGET, help="embedded name, local folder or Hub id")
     parser.add_argument("--layers", type=int, required=True, help="layers to keep, counted from the input")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, new or empty")
-    try:
-        options = parser.parse_args()
-    except ArgumentError as error:
-        raise HeadwayError(f"{error}; see --help") from error
+    options = parse_arguments(parser)
     truncate(options.target, options.layers, options.out)
     print(f"{options.out}: the first {options.layers} layers of '{options.target}', for --head model:{options.out}")
 

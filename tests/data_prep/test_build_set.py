@@ -158,6 +158,21 @@ def test_another_set_is_refused(settings: Make, made: list[int], tmp_path: Path)
         build(settings(out=tmp_path))
 
 
+def test_a_source_without_a_usable_row_is_refused(settings: Make, made: list[int], tmp_path: Path) -> None:
+    """What it would have given, self-synthesis would take over, and nobody would know. Of a row both have, the first keeps it."""
+    bad, same = tmp_path / "bad.jsonl", put(tmp_path / "same.jsonl", "large 0003", "large 0004")
+    bad.write_text('{"title": "a"}\n{"question": "b"\n')
+    for source, reasons in (
+        (str(bad), r"2 left out: 1 x none of the known fields \(first: .*bad.jsonl, line 1\), 1 x malformed JSON"),
+        (same, "2 left out: 2 x the same user turns as an earlier row"),
+    ):
+        with pytest.raises(HeadwayError, match=rf"{Path(source).name}: no row can be used; {reasons}"):
+            build(settings(source=[*settings().source, source]))
+    assert not settings().out.exists()
+    pools = Pools(settings().source, [], Turns(Settings(tmp_path), tmp_path / "work"), "other")  # type: ignore[arg-type]
+    assert pools.tally.kept == dict(zip(settings().source, (200, 3), strict=True))
+
+
 def test_nothing_that_is_measured_on(settings: Make, made: list[int], tmp_path: Path) -> None:
     _, heldout = split_heldout(read_conversations(SAMPLES), 64)
     mine = put(tmp_path / "mine.jsonl", "LARGE  0007", "Invented 003", "invented 004")

@@ -339,6 +339,15 @@ def test_held_out_follows_the_hash_of_the_id(tmp_path: Path) -> None:
     assert [row["id"] for row in kept] == [f"c{n}" for n in range(20) if f"c{n}" in order[5:]]
 
 
+def test_without_any_held_out_an_older_file_of_them_goes(tmp_path: Path) -> None:
+    """Its rows are among the prompts now: whoever measured on it would measure on what was trained on."""
+    source = put(tmp_path / "s.jsonl", *({"id": f"c{n}", "text": f"text {n}"} for n in range(9)))
+    write_prompts(Settings([source], tmp_path / "out.jsonl", held_out=2))
+    write_prompts(Settings([source], tmp_path / "out.jsonl"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "s.jsonl"]
+    assert len(read(tmp_path / "out.jsonl")) == 9
+
+
 def test_count_is_of_each_source_and_a_prompts_file_is_a_source(tmp_path: Path) -> None:
     one = put(tmp_path / "one.jsonl", *({"text": f"one {n}"} for n in range(6)))
     two = put(tmp_path / "two.jsonl", {"text": "two 0"}, {"text": "one 1"}, {"text": "two 1"}, {"text": "two 2"})
