@@ -106,9 +106,7 @@ class Eagle3Head(EagleHead):
     def from_target(cls, config: Eagle3Config, lm_head_VH: Tensor, vocabulary: DraftVocabulary) -> Eagle3Head:
         """A new head whose output starts as the rows of the target's lm_head, in float32."""
         head = cls(config)
-        head.set_vocabulary(vocabulary)
-        with torch.no_grad():
-            head.lm_head.weight.copy_(lm_head_VH[vocabulary.ids_D.to(lm_head_VH.device)].float())
+        head.start_as_target(head.lm_head.weight, lm_head_VH, vocabulary)
         return head
 
     def features(self, last: Tensor, taps: dict[int, Tensor]) -> Tensor:

@@ -63,6 +63,12 @@ class MappedHead(Head):
             self.d2t.copy_(vocabulary.d2t)
             self.t2d.copy_(vocabulary.t2d)
 
+    def start_as_target(self, weight: Tensor, lm_head_VH: Tensor, vocabulary: DraftVocabulary) -> None:
+        """Take over the map, and let the output matrices `weight` [..., D, H] be the rows of the target's, in float32."""
+        self.set_vocabulary(vocabulary)
+        with torch.no_grad():
+            weight.copy_(lm_head_VH[vocabulary.ids_D.to(lm_head_VH.device)].float())
+
     def vocabulary(self) -> DraftVocabulary:
         """The head's own map."""
         return DraftVocabulary(self.target_ids().cpu(), self.config.vocab_size)

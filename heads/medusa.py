@@ -125,9 +125,7 @@ class MedusaHead(MappedHead):
     def from_target(cls, config: MedusaConfig, lm_head_VH: Tensor, vocabulary: DraftVocabulary) -> MedusaHead:
         """A new head whose outputs start as the rows of the target's lm_head, in float32."""
         head = cls(config)
-        head.set_vocabulary(vocabulary)
-        with torch.no_grad():
-            head.lm_head.weight.copy_(lm_head_VH[vocabulary.ids_D.to(lm_head_VH.device)].float())
+        head.start_as_target(head.lm_head.weight, lm_head_VH, vocabulary)
         return head
 
     def draft_logits(self, last_RH: Tensor) -> Tensor:

@@ -200,7 +200,7 @@ class EagleTreeDrafter(EagleDrafting):
                 f"tree with candidate {max(shape.ranks)}: the head's vocabulary has {len(head.target_ids())} tokens"
             )
         depth = shape.max_depth if draft_length is None else min(draft_length, shape.max_depth)
-        self.shape = _cut(shape, depth)
+        self.shape = shape.cut(depth)
         super().__init__(head, target, depth, len(self.shape.paths), compiled)
 
     def draft(self, sequences: list[list[int]], root_B: Tensor, length: int | None = None) -> DraftTree:
@@ -209,7 +209,7 @@ class EagleTreeDrafter(EagleDrafting):
         depth = max(counts)
         if depth == 0:
             return DraftTree.root_only(root_B)
-        shape = _cut(self.shape, depth)
+        shape = self.shape.cut(depth)
         features_BH, hidden_BH = self.passes.follow(sequences, len(shape.paths))
         features_BWH, hidden_BWH = features_BH[:, None], hidden_BH[:, None]
         tokens: list[Tensor] = []
@@ -225,8 +225,3 @@ class EagleTreeDrafter(EagleDrafting):
                 )
         tree = DraftTree.static(root_B, torch.cat(tokens, 1), shape)
         return tree if min(counts) == depth else tree.cut(self.counts_B(counts))
-
-
-@lru_cache(maxsize=64)
-def _cut(shape: TreeShape, depth: int) -> TreeShape:
-    return TreeShape(tuple(path for path in shape.paths if len(path) <= depth))
