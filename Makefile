@@ -1,7 +1,8 @@
 # make demo   set up, then collect, train and measure on the embedded target (about 20 minutes on 2 CPU cores)
 # make test   set up, then lint, format, types and the quick tests
 # make slow   the tests on the embedded target          make gpu   the tests that need a CUDA device
-# make servers  the tests that start a real vLLM server, in an environment of its own (3.5 GB at the first time)
+# make servers  the tests that start a real vLLM server, in an environment of its own (3.5 GB at the first time), on the
+#              demo's heads
 # make clean  drop what demo and tests made             make distclean   the virtual environment too
 
 PYTHON ?= python3
@@ -42,7 +43,7 @@ slow: $(DEMO)/.trained
 gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
 
-servers: $(READY)
+servers: $(DEMO)/.eagle
 	$(BIN)/python -m pytest -m servers
 
 # Each station has a stamp, made when its command succeeded. An interrupted station goes on where it was; a finished one

