@@ -37,16 +37,6 @@ from tests.heads.foreign import (
 )
 
 
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    return save_tiny_target(tmp_path_factory.mktemp("target-8"), tiny_tokenizer, num_hidden_layers=8)
-
-
-@pytest.fixture(scope="module")
-def target(target_dir: Path) -> TargetFacts:
-    return TargetFacts.load(str(target_dir))
-
-
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
     convert.main()
