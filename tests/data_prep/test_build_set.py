@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import PreTrainedTokenizerFast
 
 from data_prep import build_set as script
 from data_prep import regenerate
@@ -223,20 +221,8 @@ def test_bad_settings(settings: Make, changes: dict[str, Any], says: str) -> Non
         settings(**changes)
 
 
-@pytest.fixture
-def talks(tiny_target_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny target, loaded once, says words whose text gives their tokens back, and stops."""
-    loaded = Target.load(str(tiny_target_dir), "float32")
-    words = [index for token, index in tiny_tokenizer.get_vocab().items() if token[0] == "Ġ" and len(token) > 1]
-    bias_V = torch.full((len(tiny_tokenizer),), -1e4)
-    bias_V[words], bias_V[tiny_tokenizer.eos_token_id] = 0.0, 0.5
-    logits = Target.logits
-    monkeypatch.setattr(Target, "load", lambda *_: loaded)
-    monkeypatch.setattr(Target, "logits", lambda self, last: logits(self, last) + bias_V)
-
-
 def test_for_real(
-    settings: Make, talks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    settings: Make, talks: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Through the command line, the target's own turns and answers, into a file that training reads."""
     given = settings()

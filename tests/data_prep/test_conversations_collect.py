@@ -18,7 +18,7 @@ from data_prep.store import FeatureStore
 from heads.errors import HeadwayError
 from tests.conftest import make_conversations, save_tiny_target, write_conversations
 from tests.data_prep.chat_formats import FORMATS
-from tests.data_prep.test_templates import stops_of, tokenizer_of
+from tests.data_prep.mask_oracle import stops_of, tokenizer_of
 from train.sampler import split_rows
 
 CHAT = FORMATS["Qwen 3, thinking"]

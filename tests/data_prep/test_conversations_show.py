@@ -19,7 +19,7 @@ from data_prep.show import page, pieces
 from heads.errors import run_script
 from tests.conftest import save_tiny_target, write_conversations
 from tests.data_prep.chat_formats import FORMATS
-from tests.data_prep.test_templates import stops_of, tokenizer_of
+from tests.data_prep.mask_oracle import stops_of, tokenizer_of
 
 NASTY = "<script>alert('&amp;')</script> \"日本\" 🎈🏽\n\t  \x1b[31mred\x07 </pre><|im_end|>"
 

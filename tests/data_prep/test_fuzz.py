@@ -20,7 +20,7 @@ from data_prep.conversations import Conversation, read_conversations, render_all
 from data_prep.prompts import Sieve, Tally, load_prompts
 from heads.errors import HeadwayError
 from tests.data_prep.chat_formats import FORMATS
-from tests.data_prep.test_templates import stops_of, tokenizer_of
+from tests.data_prep.mask_oracle import stops_of, tokenizer_of
 
 FILES = 1000
 TEXTS = [

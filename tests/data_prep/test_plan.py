@@ -13,34 +13,24 @@ import pytest
 import torch
 
 from data_prep import forecast as module
-from data_prep.collect import Settings, collect, main
+from data_prep.collect import collect, main
 from data_prep.forecast import coverage, describe_coverage, disk_space, given, pilot
 from data_prep.store import FeatureStore, read_manifest
 from heads.errors import HeadwayError
 from heads.target import Target
+from tests.data_prep.collecting import Make
 
 
 @pytest.fixture
-def settings(tmp_path: Path, tiny_target_dir: Path, tiny_conversations: Path) -> Any:
+def settings(collection: Make) -> Make:
     """Settings of a dry run into tmp_path/store; keywords override."""
-
-    def make(**changes: Any) -> Settings:
-        usual: dict[str, Any] = {
-            "conversations": tiny_conversations,
-            "out": tmp_path / "store",
-            "target": str(tiny_target_dir),
-            "taps": "1,3",
-            "dtype": "float32",
-            "held_out": 4,
-            "batch_tokens": 200,
-            "dry_run": True,
-        }
-        return Settings(**(usual | changes))
-
-    return make
+    usual = {"batch_tokens": 200, "shard_tokens": 16384, "store_dtype": "bfloat16", "dry_run": True}
+    return lambda **changes: collection(**(usual | changes))
 
 
-def test_a_dry_run_says_what_a_run_then_does(settings: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_a_run_then_does(
+    settings: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     collect(settings())
     said = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
@@ -59,7 +49,7 @@ def test_a_dry_run_says_what_a_run_then_does(settings: Any, tmp_path: Path, caps
     assert f"{half:,}: {share:.1%}, {len(supervised):,}: 100.0%" in said
 
 
-def test_a_dry_run_of_what_is_left(settings: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_what_is_left(settings: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     collect(settings(dry_run=False))
     capsys.readouterr()
     collect(settings(tokens_per_second=10.0))
@@ -71,7 +61,7 @@ def test_a_dry_run_of_what_is_left(settings: Any, tmp_path: Path, capsys: pytest
 
 
 def test_the_command_line(
-    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = settings()
     command = ["collect.py", "--conversations", str(given.conversations), "--target", given.target, "--out"]
@@ -81,7 +71,7 @@ def test_the_command_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_known_speed_loads_no_weights(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_speed_loads_no_weights(settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Target:
         raise AssertionError("the weights were loaded")
 
@@ -98,7 +88,7 @@ def test_a_known_speed_loads_no_weights(settings: Any, monkeypatch: pytest.Monke
         ({"tokens_per_second": 5.0, "dry_run": False}, "is for a --dry_run"),
     ],
 )
-def test_bad_speeds(settings: Any, changes: dict[str, Any], says: str) -> None:
+def test_bad_speeds(settings: Make, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(HeadwayError, match=says):
         collect(settings(**changes))
 
