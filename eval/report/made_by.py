@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -10,18 +9,9 @@ from typing import Any
 
 import torch
 
+from heads.versions import versions
+
 PACKAGES = ("headway", "torch", "transformers", "numpy")
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that figures depend on; "not installed" where one is used from source."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def machine() -> dict[str, Any]:
@@ -36,8 +26,12 @@ def machine() -> dict[str, Any]:
 
 
 def made_by(heads: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """`heads`: folder -> manifest."""
-    return {"versions": versions(), "machine": machine(), "heads": heads}
+    """`heads`: folder -> manifest. The versions are those of Python and of the packages that figures depend on."""
+    return {
+        "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
+        "machine": machine(),
+        "heads": heads,
+    }
 
 
 def _processor() -> str:
