@@ -27,6 +27,7 @@ from jsonargparse import ArgumentParser
 from data_prep.conversations import read_conversations, split_heldout
 from data_prep.forecast import describe_coverage, disk_space, given, nearest, pilot
 from data_prep.meter import Meter
+from data_prep.packed_states import PLAIN, TapFormat
 from data_prep.plan import (
     Planned,
     Source,
@@ -38,23 +39,25 @@ from data_prep.plan import (
     refuse_changed,
     share_of_rank,
 )
-from data_prep.store import (
+from data_prep.shards import (
     DTYPES,
+    Entry,
+    Layout,
+    StoredConversation,
+    entries_by_id,
+    finished_shards,
+    free_names,
+    sweep,
+    write_shard,
+)
+from data_prep.store_manifest import (
     MANIFEST,
     SCHEMA,
     TAP_CONVENTION,
-    Entry,
-    StoredConversation,
-    bytes_per_token,
-    entries_by_id,
     finish,
-    finished_shards,
-    free_names,
     read_manifest,
     refuse_other,
-    sweep,
     write_manifest,
-    write_shard,
 )
 from data_prep.target_states import run_target
 from heads.command_line import parse_arguments
@@ -75,7 +78,9 @@ class Settings:
         target: embedded name, local folder or Hub id
         taps: layers whose input is stored, such as 2,15,27; empty stores the last state alone (enough for Medusa)
         dtype: of the target; auto is bfloat16 where the device is fast at it, else float32
-        store_dtype: of the states on disk
+        store_dtype: of the last state on disk
+        tap_format: of the taps on disk; int8 and fp8 take half the bytes of bf16; null is that of store_dtype
+        top_k_logits: largest logits kept of each position whose next token is supervised; 0 keeps none
         max_length: longer conversations are cut to this many tokens
         max_tokens: take a random but stable subset of about this many tokens, instead of everything
         held_out: conversations left out, for measuring
@@ -91,6 +96,8 @@ class Settings:
     taps: str = ""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     store_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    tap_format: TapFormat | None = None
+    top_k_logits: int = 0
     max_length: int = 2048
     max_tokens: int | None = None
     held_out: int = 64
@@ -109,19 +116,20 @@ def collect(settings: Settings) -> None:
     say: Callable[[str], None] = print if state.is_main_process else lambda _: None
     check(settings)
     source = describe(settings.target, settings.dtype, state.device)
+    if not 0 <= settings.top_k_logits <= source.vocab_size:
+        raise HeadwayError(f"--top_k_logits {settings.top_k_logits}: give 0 to {source.vocab_size}, the vocabulary")
     taps = parse_taps(settings.taps, source.layers)
     training, _ = split_heldout(read_conversations(settings.conversations), settings.held_out)
     planned = plan(training, source, settings.max_length, settings.max_tokens, say)
     manifest = describe_run(settings, source, taps, state.num_processes)
+    layout = Layout.of(manifest)
     finished, complete = already_there(settings.out, manifest, state.is_main_process)
     refuse_changed(settings.out, finished, planned)
     pending = [row for row in planned if row.entry.id not in finished]
-    announce(
-        settings, source, planned, pending, bytes_per_token(source.hidden_size, len(taps), settings.store_dtype), say
-    )
+    announce(settings, source, planned, pending, layout, say)
     if settings.dry_run:
         if state.is_main_process:
-            forecast(pending, settings, taps, state)
+            forecast(pending, settings, layout, state)
         return
     if complete and not pending:
         say(f"{settings.out}: complete, nothing to do")
@@ -133,7 +141,9 @@ def collect(settings: Settings) -> None:
             say(f"removed {name}, half written when the last run stopped")
         write_manifest(settings.out, manifest)
     state.wait_for_everyone()
-    collect_share(share_of_rank(pending, state.process_index, state.num_processes), settings, taps, state)
+    share = share_of_rank(pending, state.process_index, state.num_processes)
+    if share:
+        collect_share(Target.load(settings.target, settings.dtype, str(state.device)), share, settings, layout, state)
     state.wait_for_everyone()
     if state.is_main_process:
         totals = finish(settings.out, manifest, finished_shards(settings.out, checksums=False))["totals"]
@@ -187,6 +197,9 @@ def describe_run(settings: Settings, source: Source, taps: tuple[int, ...], proc
         "hidden_size": source.hidden_size,
         "vocab_size": source.vocab_size,
         "taps": list(taps),
+        "tap_format": settings.tap_format
+        or next(name for name in PLAIN if PLAIN[name] == DTYPES[settings.store_dtype]),
+        "top_k_logits": settings.top_k_logits,
         "tap_convention": TAP_CONVENTION,
         "max_length": settings.max_length,
         "conversations": settings.conversations.name,
@@ -210,7 +223,7 @@ def announce(
     source: Source,
     planned: Sequence[Planned],
     pending: Sequence[Planned],
-    token_bytes: int,
+    layout: Layout,
     say: Callable[[str], None],
 ) -> None:
     """Say what is to be collected and written. Raises HeadwayError when it does not fit on the disk."""
@@ -224,14 +237,17 @@ def announce(
         say(
             f"{settings.out}: {len(planned) - len(pending):,} conversations are there, {len(pending):,} are to be collected"
         )
-    needed = sum(row.entry.length for row in pending) * token_bytes
-    space = disk_space(settings.out, needed, "free some, give another --out, fewer taps or a --max_tokens")
-    say(f"{settings.out}: {space}, in {settings.store_dtype}")
+    needed = sum(row.entry.length for row in pending) * layout.bytes_per_token()
+    remedy = "free some, give another --out, fewer taps, --tap_format int8 or a --max_tokens"
+    space = disk_space(settings.out, needed, remedy)
+    parts = ", ".join(f"{part} {count:,}" for part, count in layout.bytes_by_part().items())
+    formats = f"last state in {layout.dtype}" + (f", taps in {layout.tap_format}" if layout.taps else "")
+    say(f"{settings.out}: {space}; {formats}; bytes a token: {parts}")
     supervised_ids = torch.cat([row.ids_T[row.turn_T > 0] for row in planned])
     say(describe_coverage(torch.bincount(supervised_ids, minlength=source.vocab_size)))
 
 
-def forecast(pending: Sequence[Planned], settings: Settings, taps: Sequence[int], state: PartialState) -> None:
+def forecast(pending: Sequence[Planned], settings: Settings, layout: Layout, state: PartialState) -> None:
     """Say how long the collection will take."""
     rows = share_of_rank(pending, 0, 1)
     if not rows:
@@ -241,10 +257,9 @@ def forecast(pending: Sequence[Planned], settings: Settings, taps: Sequence[int]
         speed = given(settings.tokens_per_second)
     else:
         target = Target.load(settings.target, settings.dtype, str(state.device))
-        dtype = DTYPES[settings.store_dtype]
 
         def run(batch: Sequence[Planned]) -> int:
-            run_target(target, batch, taps, dtype)
+            compute(target, batch, layout)
             return sum(row.entry.length for row in batch)
 
         speed = pilot(list(cut_batches(rows, settings.batch_tokens)), run)
@@ -252,11 +267,16 @@ def forecast(pending: Sequence[Planned], settings: Settings, taps: Sequence[int]
     print(f"{settings.out}: {speed.hours(tokens, state.num_processes)}; a dry run, nothing was written")
 
 
-def collect_share(rows: Sequence[Planned], settings: Settings, taps: Sequence[int], state: PartialState) -> None:
-    """Write the shards of one rank, in order; a shard goes to disk while the next one is computed."""
-    if not rows:
-        return
-    target = Target.load(settings.target, settings.dtype, str(state.device))
+def compute(target: Target, batch: Sequence[Planned], layout: Layout) -> list[StoredConversation]:
+    """What a store of this layout keeps of a batch; taps in the target's own dtype where they are yet to be packed."""
+    tap_dtype = PLAIN.get(layout.tap_format, target.dtype)
+    return run_target(target, batch, layout.taps, DTYPES[layout.dtype], tap_dtype=tap_dtype, top_k=layout.top_k)
+
+
+def collect_share(
+    target: Target, rows: Sequence[Planned], settings: Settings, layout: Layout, state: PartialState
+) -> None:
+    """Write the shards of one rank, in order; a shard is packed and goes to disk while the next one is computed."""
     names = free_names(settings.out, state.process_index, state.num_processes)
     writing: Future[None] | None = None
     label = f"rank 0 of {state.num_processes}: " if state.num_processes > 1 else ""
@@ -265,11 +285,12 @@ def collect_share(rows: Sequence[Planned], settings: Settings, taps: Sequence[in
         for shard in cut_shards(rows, settings.shard_tokens):
             computed: list[StoredConversation] = []
             for batch in cut_batches(shard, settings.batch_tokens):
-                computed += run_target(target, batch, taps, DTYPES[settings.store_dtype])
+                computed += compute(target, batch, layout)
                 meter.advance(sum(row.entry.length for row in batch))
             if writing is not None:
                 writing.result()  # at most one shard waits for the disk
-            writing = pool.submit(write_shard, settings.out, next(names), [row.entry for row in shard], computed)
+            entries = [row.entry for row in shard]
+            writing = pool.submit(write_shard, settings.out, next(names), layout, entries, computed)
         if writing is not None:
             writing.result()
 

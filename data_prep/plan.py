@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from data_prep.conversations import Conversation
 from data_prep.render import render_all
-from data_prep.store import Entry
+from data_prep.shards import Entry
 from heads.errors import HeadwayError
 from heads.target import auto_dtype, fingerprint, resolve, stop_ids
 
