@@ -29,6 +29,7 @@ from heads.formats.layout import SGLANG, VLLM, Layout, TargetFacts
 from heads.formats.recognise import HEADWAY, recognise
 from heads.formats.serving import SERVING, VLLM_MEDUSA, Command, serving_commands, serving_text
 from heads.medusa import MedusaHead
+from heads.provenance import head_facts
 
 LAYOUTS = {
     module.LAYOUT.name: module.LAYOUT
@@ -111,7 +112,7 @@ def export_head(
         tensors = cast(tensors, DTYPES[dtype])
     _state_dtype(config, stored)
     text = serving_text(layout.name, to, target, head, count, stored, found.notes)
-    provenance = {"layout": layout.name, "dtype": stored, "manifest": head.manifest}
+    provenance = {"layout": layout.name, "dtype": stored, "head": head_facts(head), "manifest": head.manifest}
     texts = {CONFIG: json_text(config), PROVENANCE: json_text(provenance), SERVING: text}
     write_folder(out, texts, found.weights_name, tensors)
     commands = serving_commands(layout.name, to, target, str(out), count, stored)
