@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
@@ -35,7 +35,8 @@ from eval.ledger import Ledger
 from eval.mutants import CASES, MUTANTS
 from eval.prompts import Prompt, check_lengths, heldout_prompts, read_prompts
 from heads import load_head
-from heads.checkpoint import Head
+from heads.checkpoint import Head, weights_sha256
+from heads.command_line import parse_arguments
 from heads.errors import HeadwayError, atomic_write_text, run_script
 from heads.target import DEFAULT_TARGET, Target, auto_dtype
 
@@ -61,13 +62,19 @@ class Certificate(TypedDict):
     chi_square  {drafter, settings, p_value, draws}: of outputs decoded from a tiny random target.
     greedy      {dtype, prompts, identical, divergences}: the head's greedy ids against the baseline's on so many
                 prompts; first in float32, where they must be identical, then in the serving dtype if it is another.
+    head        {weights_sha256}: which head this is about; None where the rules alone were proved.
+    target      {name, fingerprint}: of that head; None likewise.
+    failed      what did not hold, a line each.
     """
 
     schema: int
+    head: dict[str, str] | None
+    target: dict[str, str] | None
     rules: list[dict[str, Any]]
     mutants: list[dict[str, Any]]
     chi_square: list[dict[str, Any]]
     greedy: list[dict[str, Any]]
+    failed: list[str]
 
 
 @dataclass(frozen=True)
@@ -248,7 +255,18 @@ def certify(options: Options, console: Console) -> Certificate:
             name = str(serving).removeprefix("torch.")
             target = Target.load(options.target, name, options.device)
             greedy.append(timed(f"greedy identity in {name}", partial(greedy_identity, options, target, prompts)))
-    return Certificate(schema=SCHEMA, rules=rules, mutants=mutants, chi_square=tests, greedy=greedy)
+    certificate = Certificate(
+        schema=SCHEMA,
+        head=None if options.head is None else {"weights_sha256": weights_sha256(options.head)},
+        target=None if exact is None else {"name": exact.name, "fingerprint": exact.fingerprint},
+        rules=rules,
+        mutants=mutants,
+        chi_square=tests,
+        greedy=greedy,
+        failed=[],
+    )
+    certificate["failed"] = failures(certificate)
+    return certificate
 
 
 def failures(certificate: Certificate) -> list[str]:
@@ -301,10 +319,7 @@ def main() -> int:
     """Parse the command line, certify, print and write; see the module for the exit code."""
     parser = ArgumentParser(description="Prove that drafting does not change the target's text.", exit_on_error=False)
     parser.add_class_arguments(Options)
-    try:
-        options = Options(**parser.parse_args().as_dict())
-    except ArgumentError as error:
-        raise HeadwayError(f"{error}; see --help") from error
+    options = Options(**parse_arguments(parser).as_dict())
     console = Console()
     if not console.is_terminal:
         disable_progress_bar()  # transformers' own, about weights
@@ -313,10 +328,9 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     atomic_write_text(options.out / FILE, json.dumps(certificate, indent=1, allow_nan=False) + "\n")
     console.print(f"certificate: {options.out / FILE}", markup=False, highlight=False)
-    failed = failures(certificate)
-    for line in failed:
+    for line in certificate["failed"]:
         console.print(f"failed: {line}", style="red", markup=False)
-    return 1 if failed else 0
+    return 1 if certificate["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from eval.adaptive import LengthController
@@ -23,6 +22,7 @@ from heads import load_head
 from heads.checkpoint import Head, read_manifest
 from heads.eagle import EagleHead
 from heads.errors import HeadwayError
+from heads.hub import resolve_head
 from heads.medusa import MedusaHead
 from heads.target import Target, fingerprint, resolve
 
@@ -48,7 +48,7 @@ PLAIN: dict[str, Callable[[int | None], Drafter]] = {
     "suffix-shared": lambda length: SuffixDrafter(_given(length, suffix.DRAFT_LENGTH)),
     "lookahead": lambda length: LookaheadDrafter(ngram=1 + _given(length, lookahead.NGRAM - 1)),
 }
-NAMES = f"a head's folder, {', '.join(f'{prefix}:FOLDER' for prefix in PREFIXES)}, {', '.join(PLAIN)}, {ADAPTIVE}:NAME"
+NAMES = f"a head's folder or Hub id, {', '.join(f'{prefix}:FOLDER' for prefix in PREFIXES)}, {', '.join(PLAIN)}, {ADAPTIVE}:NAME"
 
 
 def _medusa(head: MedusaHead, target: Target, draft_length: int | None) -> Drafter:
@@ -129,14 +129,17 @@ def _compiled(target: Target) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raise HeadwayError for a name that is no drafter's and no head's folder."""
+    """Raise HeadwayError for a name that is no drafter's, no head's folder and no head's on the Hub."""
     name = _without_adaptive(name)
     prefix, folder = _split(name)
     _tree_size(name)
     if prefix == MODEL:
         resolve(folder)
-    elif name not in PLAIN and not Path(folder).is_dir():
-        raise HeadwayError(f"{folder}: no such folder; train a head (make demo), or give --head {NAMES}")
+    elif name not in PLAIN:
+        try:
+            resolve_head(folder)
+        except HeadwayError as error:
+            raise HeadwayError(f"{error}; train a head (make demo), or give --head {NAMES}") from error
 
 
 def fits(name: str, target: Target) -> str | None:

@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from eval import identity, protocol
 from eval.contenders import BASELINE, LOOKUP, Contender, build, check_name, fits, origin
 from eval.decode import Settings as DecodeSettings
+from eval.drafters.model import ModelDrafter
 from eval.lean import compile_target
 from eval.ledger import Ledger
 from eval.progress import Steps
@@ -32,6 +33,7 @@ from eval.report.made_by import made_by
 from eval.report.schema import SCHEMA, Lossless, Report, Run, Settings, TargetInfo
 from eval.report.table import print_table
 from eval.sampling import Sampling
+from heads.checkpoint import weights_sha256
 from heads.errors import HeadwayError, run_script, sha256_file
 from heads.target import DEFAULT_TARGET, Target
 
@@ -115,7 +117,8 @@ def measure(options: Options, heads: Sequence[str], console: Console) -> Report:
         protocol=describe_protocol(options, chosen, calibration, len(proof)),
         runs=[describe(contender, options, measured, lossless[contender.name]) for contender in contenders],
         examples=examples(target, chosen, measured.ledgers),
-        made_by=made_by({name: made for name in names if (made := origin(name)) is not None}),
+        made_by=made_by({name: made for name in names if (made := origin(name)) is not None})
+        | {"weights_sha256": head_weights(contenders)},
     )
     write_report(report, options.out)
     return report
@@ -186,6 +189,15 @@ def exact_copies(target: Target, contenders: Sequence[Contender], options: Optio
     if options.compile:
         compile_target(exact)
     return exact, [build(contender.name, exact, options.draft_length) for contender in contenders]
+
+
+def head_weights(contenders: Sequence[Contender]) -> dict[str, str]:
+    """Which heads were measured, beyond doubt: the hash of each one's weight file, by the folder that its run names."""
+    return {
+        contender.head: weights_sha256(contender.head)
+        for contender in contenders
+        if contender.head is not None and not isinstance(contender.drafter, ModelDrafter)
+    }
 
 
 def describe_target(target: Target) -> TargetInfo:

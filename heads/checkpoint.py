@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from heads.errors import HeadwayError
+from heads.errors import HeadwayError, sha256_file
 from heads.formats.recognise import HEADWAY, recognise
+from heads.hub import resolve_head
 
 CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "manifest.json"
 COMMITTED = ".commit"
@@ -89,14 +90,19 @@ def save_head(head: Head, folder: str | Path, manifest: dict[str, Any], state: d
     _finish_commit(folder)
 
 
-def load_head(path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Head:
-    """The head in folder `path`, in evaluation mode; `dtype` null keeps the stored one.
+def load_head(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Head:
+    """The head in folder `path`, or of that name on the Hub, in evaluation mode; `dtype` null keeps the stored one.
 
-    Raises HeadwayError for a missing or damaged file, an unknown kind or key, and missing, extra or misshapen tensors.
+    `revision` is a branch, tag or commit of the Hub. Raises HeadwayError for what cannot be found or fetched, a missing or damaged
+    file, an unknown kind or key, and missing, extra or misshapen tensors.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise HeadwayError(f"{folder}: no such folder; give the folder of a trained head (it holds {CONFIG})")
+    folder = resolve_head(path, revision)
     _refuse_foreign(folder)
     config = _read_json(folder, CONFIG)
     head_class = _REGISTRY.get(config.pop("kind", ""))
@@ -136,8 +142,19 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The manifest of the head in folder `path`, without its weights. Raises HeadwayError when it is missing or damaged."""
-    return _read_json(Path(path), MANIFEST)
+    """The manifest of the head in folder `path`, or of that name on the Hub. Raises HeadwayError when it is missing or damaged."""
+    return _read_json(resolve_head(path), MANIFEST)
+
+
+def weights_sha256(path: str | Path) -> str:
+    """Hex SHA-256 of a head's weight file: which head it is. Raises HeadwayError when it is missing."""
+    return sha256_file(_locate(resolve_head(path), WEIGHTS))
+
+
+def head_files(path: str | Path) -> dict[str, Path]:
+    """The valid copies of a head's three files by their names. Raises HeadwayError when one is missing."""
+    folder = resolve_head(path)
+    return {name: _locate(folder, name) for name in (CONFIG, WEIGHTS, MANIFEST)}
 
 
 def _parse_config(config_class: type[HeadConfig], values: dict[str, Any], where: Path) -> HeadConfig:

@@ -24,13 +24,17 @@ EMBEDDING = "embed_tokens.weight"
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """A target's sizes; of its weights the embedding alone is ever loaded, and only where a layout carries it."""
+    """A target's sizes; of its weights the embedding alone is ever loaded, and only where a layout carries it.
+
+    `hub_id`: what others find it under, for files that leave this machine; None where they stay.
+    """
 
     name: str
     folder: Path
     config: Any
     architectures: tuple[str, ...]
     fingerprint: str
+    hub_id: str | None = None
 
     @classmethod
     def load(cls, name: str) -> TargetFacts:
@@ -42,7 +46,7 @@ class TargetFacts:
     @property
     def served_name(self) -> str:
         """What an engine finds it under: a Hub id, or a folder."""
-        return str(self.folder) if self.name == EMBEDDED else self.name
+        return self.hub_id or (str(self.folder) if self.name == EMBEDDED else self.name)
 
     @property
     def num_layers(self) -> int:

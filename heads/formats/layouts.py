@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from heads.checkpoint import Head, load_head, save_head
+from heads.checkpoint import MANIFEST, Head, load_head, save_head
 from heads.errors import HeadwayError, sha256_file
 from heads.formats import eagle1_raw, eagle3_raw, eagle3_speculators, medusa_engine, medusa_original
 from heads.formats.files import (
     CONFIG,
     DTYPES,
     PROVENANCE,
+    WEIGHTS,
     Foreign,
     cast,
     check_finite,
@@ -28,6 +29,7 @@ from heads.formats.files import (
 from heads.formats.layout import SGLANG, VLLM, Layout, TargetFacts
 from heads.formats.recognise import HEADWAY, recognise
 from heads.formats.serving import SERVING, VLLM_MEDUSA, Command, serving_commands, serving_text
+from heads.hub import resolve_head
 from heads.medusa import MedusaHead
 from heads.provenance import head_facts
 
@@ -44,6 +46,8 @@ WRITTEN: dict[str, dict[str, Layout]] = {
 }
 """What `--to` writes for a head of each kind."""
 DRAFT_TOKENS = 4
+HUB_FILES = (CONFIG, MANIFEST, PROVENANCE, *WEIGHTS, "model-*-of-*.safetensors", "pytorch_model-*-of-*.bin")
+"""What is fetched of a repository that holds a head in whatever layout, shards included."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +62,21 @@ class Read:
 
 @dataclass(frozen=True)
 class Written:
-    """What an export left: the layout, the commands that serve it, what the person should know."""
+    """What an export left: the layout, how it is served, the commands that do it, what the person should know."""
 
     layout: str
+    draft_tokens: int
+    dtype: str
     commands: tuple[Command, ...]
     notes: tuple[str, ...]
 
 
 def read_head(folder: Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> Read:
-    """The head in `folder`, in whatever layout; `target` null: the one that its manifest names.
+    """The head in `folder`, or of that name on the Hub, in whatever layout; `target` null: the one that its manifest names.
 
     Raises HeadwayError for a folder that holds no known layout, a target that does not fit, and all that readers refuse.
     """
-    if not folder.is_dir():
-        raise HeadwayError(f"{folder}: no such folder; give the folder of a head")
+    folder = resolve_head(folder, files=HUB_FILES)
     layout = recognise(folder)
     if layout is None:
         raise HeadwayError(f"{folder}: no head of a layout that is known: {HEADWAY}, {', '.join(LAYOUTS)}")
@@ -117,7 +122,7 @@ def export_head(
     write_folder(out, texts, found.weights_name, tensors)
     commands = serving_commands(layout.name, to, target, str(out), count, stored)
     notes = (*found.notes, f"{VLLM_MEDUSA} still do") if isinstance(head, MedusaHead) else found.notes
-    return Written(layout.name, commands, notes)
+    return Written(layout.name, count, stored, commands, notes)
 
 
 def save_headway(read: Read, out: Path, dtype: str = "auto") -> None:

@@ -41,7 +41,8 @@ def serving_text(
     layout: str, engine: str, target: TargetFacts, head: Head, draft_tokens: int, dtype: str, notes: tuple[str, ...]
 ) -> str:
     """SERVING.md: the commands, with HEAD for this folder, who reads it, and what the export had to say."""
-    lines = [f"# How to serve this {head.config.kind} head of {target.name}", "", "HEAD is this folder.", ""]
+    title = f"# How to serve this {head.config.kind} head of {target.hub_id or target.name}"
+    lines = [title, "", "HEAD is this folder.", ""]
     commands = serving_commands(layout, engine, target, "HEAD", draft_tokens, dtype)
     for command in commands:
         lines += [f"{command.engine}:", "", f"    {command.line}", ""]

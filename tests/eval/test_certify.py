@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from eval.experiments import CHAIN, SMALL_TREE
 from eval.sampling import Sampling
 from eval.tree import DraftTree
 from heads.errors import HeadwayError, run_script
-from heads.target import Target
+from heads.target import Target, fingerprint
 from tests.eval.test_measure import save_tiny_head
 
 KEYS = {
@@ -207,7 +208,7 @@ def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def check_shape(certificate: dict[str, Any]) -> None:
-    assert set(certificate) == {"schema", *KEYS}
+    assert set(certificate) == {"schema", "head", "target", "failed", *KEYS}
     assert certificate["schema"] == 1
     for part, keys in KEYS.items():
         for entry in certificate[part]:
@@ -233,6 +234,8 @@ def test_without_a_head_rules_and_mutants(
     }
     assert len(certificate["mutants"]) == 22
     assert all(mutant["killed"] for mutant in certificate["mutants"])
+    assert certificate["head"] is certificate["target"] is None
+    assert certificate["failed"] == []
 
 
 def test_with_a_head_the_loop_and_greedy_identity(
@@ -267,6 +270,9 @@ def test_with_a_head_the_loop_and_greedy_identity(
         assert any(test["settings"] == name and test["drafter"] == "medusa" for test in certificate["chi_square"])
     assert [(run["dtype"], run["prompts"]) for run in certificate["greedy"]] == [("float32", 3), ("bfloat16", 3)]
     assert certificate["greedy"][0]["identical"]
+    assert certificate["head"] == {"weights_sha256": sha256((head / "model.safetensors").read_bytes()).hexdigest()}
+    assert certificate["target"] == {"name": str(tiny_target_dir), "fingerprint": fingerprint(tiny_target_dir)}
+    assert certificate["failed"] == []
 
 
 @pytest.mark.parametrize(
@@ -302,6 +308,8 @@ def test_a_head_for_another_target_is_refused(
 def test_what_fails_is_said() -> None:
     certificate = certify.Certificate(
         schema=1,
+        head=None,
+        target=None,
         rules=[{"name": "r", "lossless": True, "max_deviation": 1e-3}],
         mutants=[{"name": "m", "killed": False, "max_deviation": 0.0}],
         chi_square=[{"drafter": "d", "settings": "s", "p_value": 1e-9, "draws": 1}],
@@ -309,6 +317,7 @@ def test_what_fails_is_said() -> None:
             {"dtype": "float32", "prompts": 2, "identical": False, "divergences": [{}]},
             {"dtype": "bfloat16", "prompts": 2, "identical": False, "divergences": [{}]},
         ],
+        failed=[],
     )
     assert len(certify.failures(certificate)) == 4
 

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ def test_a_measurement_writes_a_report_of_schema_1(script: Any, tiny_head: Path,
     none, medusa, lookup = report["runs"]
     assert none["tau"]["micro"] == none["speedup"]["decode"] == 1.0
     assert (medusa["head"], lookup["head"]) == (str(tiny_head), None)
+    weights = sha256((tiny_head / "model.safetensors").read_bytes()).hexdigest()
+    assert report["made_by"]["weights_sha256"] == {str(tiny_head): weights}
     assert medusa["settings"]["draft_length"] == 2
     for run in report["runs"]:
         assert run["lossless"]["greedy_identical"]
