@@ -141,6 +141,7 @@ def test_conversations_cut_before_their_first_answer_are_counted(
 def test_states_that_are_not_finite_name_the_conversation(
     collection: Make, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
+    """Case 15: a target that overflows in float16; bfloat16 is suggested."""
     rows = make_conversations(8)
     rows[3]["messages"][-1]["content"] = "~"
     file = write_conversations(tmp_path / "tilde.jsonl", rows)
@@ -159,6 +160,7 @@ def test_states_that_are_not_finite_name_the_conversation(
 
 
 def test_a_disk_that_is_too_small_is_refused(collection: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 14; of every format in test_collect_formats.py."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 500_000})())
     refused(collection(), r"0\.9 MB are to be written and 0\.5 MB are free; free some")
 
