@@ -119,6 +119,17 @@ def test_case_19_the_aux_layers_are_missing_from_the_config(
     assert str(list(OTHER_TAPS)) in said.finding("taps_missing")["mend"]
 
 
+def test_a_head_dim_that_does_not_make_the_rows(clinic: Callable[[str], Clinic], diagnose: Examine, tmp_path: Path):
+    """The file is right: 32 and 16 rows are four heads and two key-value heads of size 8."""
+    ward = clinic("eagle3")
+    folder = without_papers(ward.export("eagle3", "vllm", tmp_path / "head"))
+    write_config(folder, head_dim=16)
+    said = diagnose(folder, target=str(ward.folder))
+    assert (said.codes, said.exit_code) == (["head_dim"], 1)
+    assert said.finding("head_dim")["mend"] == "write `head_dim` 8"
+    assert said.report["probe"]["mended"]["tau"] > 2
+
+
 def test_two_faults_at_once(clinic: Callable[[str], Clinic], diagnose: Examine, tmp_path: Path):
     ward = clinic("eagle3")
     folder = without_papers(ward.export("eagle3", "vllm", tmp_path / "head"))
