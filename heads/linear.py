@@ -8,9 +8,11 @@ at first use, and gives a row the same bits whatever rows stand beside it.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import platform
+import re
 import sysconfig
 from pathlib import Path
 
@@ -18,6 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.cpp_extension import load
+
+from heads.folders import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +44,28 @@ def build_kernels() -> bool:
 
 
 def _build() -> bool:
-    name = f"headway_kernels_{platform.machine()}_{torch.backends.cpu.get_cpu_capability()}"
+    built_for = f"{platform.machine()}_{torch.backends.cpu.get_cpu_capability()}_{torch.__version__}"
+    name = re.sub(r"\W", "_", f"headway_kernels_{built_for}")
     flags = ["-O3", "-march=native", "-fopenmp"]
     source = Path(__file__).with_name("cpu_kernels.cpp")
     scripts = sysconfig.get_path("scripts")  # where the package ninja put its program, if no PATH leads there
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), scripts])
+    folder = cache_folder() / name
     try:
-        load(name, [str(source)], extra_cflags=flags, extra_ldflags=["-fopenmp"], is_python_module=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / f".{name}.lock").open("w") as ours:
+            fcntl.flock(ours, fcntl.LOCK_EX)  # let go by the system when its holder is killed
+            # torch's own lock is a file that a killed compilation leaves, and for which everybody else would wait for ever
+            (folder / "lock").unlink(missing_ok=True)
+            load(
+                name,
+                [str(source)],
+                extra_cflags=flags,
+                extra_ldflags=["-fopenmp"],
+                build_directory=str(folder),
+                is_python_module=False,
+            )
     except (RuntimeError, OSError) as error:
         log.warning("heads/cpu_kernels.cpp could not be compiled, so decoding on this CPU is slower (%s)", error)
         return False

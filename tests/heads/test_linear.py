@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -134,3 +136,21 @@ def test_the_norm_as_a_module() -> None:
     torch.testing.assert_close(norm(x), expected)
     with torch.no_grad():
         torch.testing.assert_close(norm(x), expected)
+
+
+def test_the_lock_of_a_killed_compilation_is_taken_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """torch waits for that file for ever, whoever left it."""
+    folders: list[Path] = []
+
+    def load(*_: object, build_directory: str, **__: object) -> None:
+        folders.append(Path(build_directory))
+        assert not (folders[-1] / "lock").exists()
+        (folders[-1] / "lock").touch()
+        raise RuntimeError("killed")
+
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(linear, "load", load)
+    assert not linear._build()
+    assert not linear._build()
+    assert folders[0] == folders[1]
+    assert folders[0].parent == tmp_path
