@@ -25,7 +25,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from heads.eagle3 import Eagle3Config, Eagle3Head
-from heads.embedded import cache_folder, embedded_folder
+from heads.embedded import embedded_folder
+from heads.folders import cache_folder
 from heads.formats.layout import TargetFacts
 from heads.formats.layouts import export_head, read_head
 from heads.unroll import schedule

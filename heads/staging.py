@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from heads.checkpoint import MANIFEST, Head, head_files
-from heads.embedded import EMBEDDED, cache_folder
+from heads.embedded import EMBEDDED
 from heads.errors import HeadwayError
+from heads.folders import cache_folder
 from heads.formats.files import check_finite, json_text
 from heads.formats.layout import TargetFacts
 from heads.formats.layouts import export_head

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from heads.embedded import CONVERSION, EMBEDDED, cache_folder, embedded_folder
+from heads.embedded import CONVERSION, EMBEDDED, embedded_folder
 from heads.errors import HeadwayError
+from heads.folders import cache_folder
 
 
 def test_digits_are_tokens_of_their_own_and_breaks_stay_whole() -> None:
