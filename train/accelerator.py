@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -45,3 +46,15 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         unset_hf_deepspeed_config()
     set_seed(recipe.seed)
     return accelerator
+
+
+def launch_facts(accelerator: Accelerator) -> dict[str, Any]:
+    """How a run is launched, as far as a checkpoint depends on it: `processes`, `kind` (with the ZeRO stage), `precision`."""
+    kind = accelerator.distributed_type.value
+    if plugin := accelerator.state.deepspeed_plugin:
+        zero = plugin.deepspeed_config["zero_optimization"]
+        offloaded = any(
+            zero.get(f"offload_{part}", {}).get("device", "none") != "none" for part in ("optimizer", "param")
+        )
+        kind = f"{kind} ZeRO-{zero['stage']}" + (", offloaded" if offloaded else "")
+    return {"processes": accelerator.num_processes, "kind": kind, "precision": accelerator.mixed_precision}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,20 +14,30 @@ from heads.errors import atomic_write_text
 from train.recipe import Log
 
 METRICS = "metrics.jsonl"
-QUIET_SECONDS = 10.0  # between two lines where the console is a file
 
 
 class RunLog:
-    """Logs one run from step `start` (the last one done) to `total`; rows of later steps that a killed run left are dropped."""
+    """Logs one run from step `start` (the last one done) to `total`; rows of later steps that a killed run left are dropped.
+
+    On a terminal a progress bar, elsewhere a line a step, with the replayed tau of the last validation.
+    """
 
     def __init__(
-        self, folder: Path, settings: Log, recipe: dict[str, Any], *, run_id: str, start: int, total: int, main: bool
+        self,
+        folder: Path,
+        settings: Log,
+        recipe: dict[str, Any],
+        *,
+        run_id: str,
+        start: int,
+        total: int,
+        main: bool,
+        replayed_tau: float | None,
     ) -> None:
-        self.main, self.total = main, total
+        self.main, self.total, self._replayed_tau = main, total, replayed_tau
         if not main:
             return
         self.console = Console()
-        self._last_line = 0.0
         _drop_later_rows(folder / METRICS, start)
         self._metrics = (folder / METRICS).open("a", encoding="utf-8")
         self._wandb = _start_wandb(folder, settings, recipe, run_id)
@@ -52,21 +61,21 @@ class RunLog:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, row: dict[str, Any], left_s: float) -> None:
-        """Figures of one optimizer step; `left_s` is the time left, for consoles without a progress bar."""
+        """Figures of one optimizer step; `left_s`: the time left, in seconds, for consoles without a progress bar."""
         if not self.main:
             return
         self._write(row, "train")
-        figures = f"loss {row['loss']:.3f}  tau {row['tau']:.2f}  {row['tokens_per_s']:,.0f} tokens/s"
+        tau = "-" if self._replayed_tau is None else f"{self._replayed_tau:.3f}"
+        figures = f"loss {row['loss']:.3f}  replayed tau {tau}  {row['tokens_per_s']:,.0f} tokens/s"
         self._progress.update(self._task, completed=row["step"], figures=figures)
-        quiet = time.monotonic() - self._last_line < QUIET_SECONDS
-        if not self.console.is_terminal and (not quiet or row["step"] == self.total):
-            self._last_line = time.monotonic()
+        if not self.console.is_terminal:
             self.say(f"step {row['step']}/{self.total}  {figures}  {left_s:,.0f} s left")
 
     def validation(self, row: dict[str, Any]) -> None:
         """Figures of one validation."""
         if self.main:
             self._write(row, "validation")
+            self._replayed_tau = row["replayed_tau"]
             accuracies = " ".join(f"{accuracy:.3f}" for accuracy in row["accuracy"])
             self.say(
                 f"step {row['step']}/{self.total}  validation: replayed tau {row['replayed_tau']:.3f}  "

@@ -17,65 +17,48 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from heads.errors import HeadwayError
 
-# What may differ between a run and its continuation: nothing that the weights depend on.
-FREE_KEYS = ("log",)
-
-
-@dataclass
-class Online:
-    """How the target computes the states while the head is trained, where `data.conversations` takes the place of a store.
-
-    Args:
-        dtype: of the target and of its states; auto is bfloat16 where the device is fast at it, else float32.
-        batch_tokens: tokens of one pass of the target, padding included.
-        tensor_parallel: whether the target is split over all processes; else each of them holds the whole of it.
-    """
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    batch_tokens: int = 8192
-    tensor_parallel: bool = False
+# What may differ between a run and its continuation: nothing that the weights of a run that ends depend on.
+FREE_KEYS = ("log", "optim.spike")
 
 
 @dataclass
 class Data:
-    """What is trained on: a store of the target's states, or conversations over which the target runs during training.
+    """What is trained on.
 
     Args:
-        features: folder of a feature store (data_prep/collect.py makes it); null where conversations are given.
-        conversations: JSON lines file of conversations; null where features are given.
+        features: folder of a feature store (data_prep/collect.py makes it).
         held_out: conversations kept for validation: those whose ids have the smallest SHA-256.
-        max_length: longer conversations are cut to this many tokens, and that is said; a store has its own.
-        online: how the target runs over the conversations; a store has its own.
     """
 
-    features: str | None = None
-    conversations: str | None = None
+    features: str = "artifacts/features"
     held_out: int = 64
-    max_length: int = 2048
-    online: Online = field(default_factory=Online)
 
 
 @dataclass
 class Optim:
-    """AdamW with a cosine schedule.
+    """The optimizer, with a cosine schedule.
 
     Args:
+        name: adamw, or sgd without momentum, whose steps are the gradient itself.
         lr: peak learning rate.
         betas: the two decay rates of AdamW.
         weight_decay: decoupled weight decay.
         warmup: share of the steps over which the learning rate rises from 0.
-        clip: largest global norm of the gradient.
+        clip: largest norm of the gradient, of all parameters on all processes together.
+        spike: stop before a batch that takes a step's loss above this multiple of the running median; null = never.
         epochs: passes over the training conversations.
         max_steps: stop (and end the schedule) after so many steps; null = all epochs.
         batch_tokens: tokens of one optimizer step, all processes together; a longer conversation makes a step of its own.
         accumulation: forward passes per process that one step is divided into; changes memory, not the result.
     """
 
+    name: Literal["adamw", "sgd"] = "adamw"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup: float = 0.1
     clip: float = 1.0
+    spike: float | None = 10.0
     epochs: int = 2
     max_steps: int | None = None
     batch_tokens: int = 16384
@@ -120,6 +103,8 @@ class Recipe:
         out: folder of the finished head; the run keeps its checkpoints there too.
         seed: of the order of the data and of every random number.
         precision: auto = bf16 where the device is faster with it.
+        dry_run: only say what the run would take: parameters, memory, steps, time; write nothing.
+        pilot: only train on growing shares of the data for about so many minutes, and predict the tau of all of it; write nothing.
     """
 
     target: str = "smollm2-135m-instruct"
@@ -130,6 +115,8 @@ class Recipe:
     optim: Optim = field(default_factory=Optim)
     save: Save = field(default_factory=Save)
     log: Log = field(default_factory=Log)
+    dry_run: bool = False
+    pilot: float | None = None
 
     def check(self) -> None:
         """Raise HeadwayError naming the key for a value that cannot be."""
@@ -140,6 +127,7 @@ class Recipe:
         require("optim.weight_decay", optim.weight_decay, 0 <= optim.weight_decay < math.inf, "0 or above")
         require("optim.warmup", optim.warmup, 0 <= optim.warmup < 1, "a share from 0 to below 1, such as 0.1")
         require("optim.clip", optim.clip, 0 < optim.clip < math.inf, "above 0, such as 1.0")
+        require("optim.spike", optim.spike, optim.spike is None or optim.spike > 1, "above 1, such as 10.0, or null")
         for name in ("epochs", "batch_tokens", "accumulation"):
             value = getattr(optim, name)
             require(f"optim.{name}", value, value >= 1, "at least 1")
@@ -152,29 +140,12 @@ class Recipe:
             self.data.held_out >= 1,
             "at least 1: the best checkpoint is chosen on it",
         )
+        require("pilot", self.pilot, self.pilot is None or 0 < self.pilot < math.inf, "minutes above 0, such as 10")
         require("save.every", self.save.every, self.save.every >= 1, "at least 1")
-        self._check_data()
         confirm = self.save.confirm
         require("save.confirm", confirm, confirm is None or confirm >= 0, "0 or above, or null")
         require("save.keep_last", self.save.keep_last, self.save.keep_last >= 1, "at least 1")
         require("seed", self.seed, 0 <= self.seed < 2**63, "between 0 and 2^63")
-
-    def _check_data(self) -> None:
-        data = self.data
-        if (data.features is None) == (data.conversations is None):
-            raise HeadwayError(
-                f"recipe: data.features is {data.features}, data.conversations is {data.conversations}; name one of them, "
-                "and set the other to null"
-            )
-        require("data.max_length", data.max_length, data.max_length >= 2, "at least 2")
-        require("data.online.batch_tokens", data.online.batch_tokens, data.online.batch_tokens >= 1, "at least 1")
-        if data.online.tensor_parallel:
-            only_here = "0 with data.online.tensor_parallel, as no process alone has the target to decode with"
-            require("save.confirm", self.save.confirm, self.save.confirm == 0, only_here)
-
-    def taps(self) -> tuple[int, ...]:
-        """The layers of the target whose inputs the head reads; the last state comes with them."""
-        return ()
 
 
 def require(key: str, value: Any, holds: bool, wanted: str) -> None:
@@ -201,7 +172,8 @@ def read_recipe(recipe_class: type[R], default: Path, arguments: Sequence[str]) 
     """
     parser = ArgumentParser(exit_on_error=False, description=recipe_class.__doc__)
     parser.add_argument("--config", action="config", help="recipe file (YAML); later arguments override it")
-    parser.add_class_arguments(recipe_class, as_group=False)
+    parser.add_argument("--dry_run", action="store_true", help="say what the run would take; write nothing")
+    parser.add_class_arguments(recipe_class, as_group=False, skip={"dry_run"})
     named = any(argument == "--config" or argument.startswith("--config=") for argument in arguments)
     arguments = arguments if named else [f"--config={default}", *arguments]
     try:
@@ -230,6 +202,6 @@ def differing_key(old: dict[str, Any], new: dict[str, Any], prefix: str = "") ->
 
 
 def as_json(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain JSON values (tuples become lists), for manifests and comparison."""
+    """The run that a recipe describes as plain JSON values (tuples become lists), for manifests and comparison."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
-    return plain
+    return {key: value for key, value in plain.items() if key not in ("dry_run", "pilot")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def prompts_to_confirm(asked: int | None, target: str) -> int:
 
 
 def confirm(
-    head_folder: Path, target_name: str, store: FeatureStore, rows: list[int], count: int, steps: int
+    head_folder: Path, target_name: str, store: FeatureStore, rows: Sequence[int], count: int, steps: int
 ) -> dict[str, Any]:
     """Decode the first answers of up to `count` held-out conversations greedily, and set it beside their replay.
 

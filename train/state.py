@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ STEP, PARTIAL, BEST = "step-", ".partial-", "best-"
 
 
 class RunFolder:
-    """The folder `out` of a run. `identity` is what a run and its continuation must share, and the manifest's first part:
+    """The folder `out` of a run, which all its machines must share. `identity` is what a run and its continuation must share, and the manifest's first part:
     `recipe`, `target` (name, fingerprint), `features` (manifest_sha256, ...).
     """
 
@@ -60,26 +59,34 @@ class RunFolder:
             if was != now:
                 raise HeadwayError(f"{self.out}: was trained with {key} {was}, now it is {now}; {start_over}")
 
-    def latest(self, processes: int) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint and its state, or None. Raises HeadwayError when it cannot be resumed by this run."""
-        folders = sorted(self.checkpoints.glob(f"{STEP}*"))
+    def latest(self, launch: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
+        """The newest whole checkpoint and its state, or None; `launch`: `launch_facts` of this run.
+
+        Raises HeadwayError when it cannot be resumed by this run.
+        """
+        folders = [folder for folder in sorted(self.checkpoints.glob(f"{STEP}*")) if _state(folder)]
         if not folders:
             return None
-        state = json.loads((folders[-1] / "state.json").read_text(encoding="utf-8"))
+        state = _state(folders[-1])
         self.refuse_other(state)
-        if state["processes"] != processes:
-            raise HeadwayError(
-                f"{folders[-1]}: was saved by {state['processes']} processes, this run has {processes}; random and optimizer "
-                f"states are kept per process, so resume with {state['processes']}, or give another --out"
-            )
+        for key, now in launch.items():
+            if (was := state.get("launch", {}).get(key)) != now:
+                raise HeadwayError(
+                    f"{folders[-1]}: was saved with {key} {was}, this run has {now}; optimizer and random states are kept "
+                    f"per process and as that engine shards them, so resume with {key} {was}, or give another --out"
+                )
         return folders[-1], state
 
     def half_written(self) -> list[str]:
-        """Names of checkpoints that a kill left half written; they are never read."""
-        return sorted(path.name.removeprefix(PARTIAL) for path in self.checkpoints.glob(f"{PARTIAL}*"))
+        """Names of checkpoints that were left half written, or half deleted; they are never read."""
+        partial = [path.name.removeprefix(PARTIAL) for path in self.checkpoints.glob(f"{PARTIAL}*")]
+        return sorted(partial + [path.name for path in self.checkpoints.glob(f"{STEP}*") if not _state(path)])
 
     def sweep(self) -> None:
         """Remove what is half written."""
+        for path in self.checkpoints.glob(f"{STEP}*"):
+            if not _state(path):
+                shutil.rmtree(path)
         for path in self.checkpoints.glob(f"{PARTIAL}*"):
             shutil.rmtree(path)
 
@@ -87,8 +94,11 @@ class RunFolder:
         """Where the head of `step` is kept when it is the best."""
         return self.checkpoints / f"{BEST}{step:06d}"
 
-    def save(self, accelerator: Accelerator, state: dict[str, Any], keep_last: int) -> None:
-        """Write a checkpoint of `state` (with its `step`), together with all processes; then drop the old ones."""
+    def save(self, accelerator: Accelerator, launch: dict[str, Any], state: dict[str, Any], keep_last: int) -> None:
+        """Write a checkpoint of `state` (with its `step`), together with all processes; then drop the old ones.
+
+        Raises HeadwayError in a process that does not see the folder which the first one made.
+        """
         name = f"{STEP}{state['step']:06d}"
         partial = self.checkpoints / f"{PARTIAL}{name}"
         if accelerator.is_main_process:
@@ -96,15 +106,19 @@ class RunFolder:
             self.sweep()
             partial.mkdir()
         accelerator.wait_for_everyone()
+        if not partial.is_dir():
+            raise HeadwayError(
+                f"{self.out}: not seen by process {accelerator.process_index}; give an --out that all machines share"
+            )
         accelerator.save_state(str(partial / "engine"))
         torch.save(_random_state(), partial / f"rng-{accelerator.process_index}.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            content = {**self.identity, "processes": accelerator.num_processes, **state}
+            content = {**self.identity, "launch": launch, **state}
             (partial / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             _sync_tree(partial)
             os.replace(partial, self.checkpoints / name)
-            self._prune(keep_last)
+            self.prune(keep_last)
         accelerator.wait_for_everyone()
 
     def load(self, accelerator: Accelerator, folder: Path) -> None:
@@ -124,17 +138,18 @@ class RunFolder:
         }
         save_head(head, self.out, {**self.identity, **manifest, **facts})
 
-    def _prune(self, keep_last: int) -> None:
+    def prune(self, keep_last: int) -> None:
+        """Keep the newest checkpoints and the best heads that they know of."""
         folders = sorted(self.checkpoints.glob(f"{STEP}*"))
-        for folder in folders[:-keep_last]:
-            shutil.rmtree(folder)
-        known = {
-            json.loads((folder / "state.json").read_text(encoding="utf-8"))["best"]["step"]
-            for folder in folders[-keep_last:]
-        }
-        for folder in self.checkpoints.glob(f"{BEST}*"):
-            if int(re.sub(r"\D", "", folder.name)) not in known:
-                shutil.rmtree(folder)
+        known = {_state(folder)["best"]["step"] for folder in folders[-keep_last:]}
+        heads = self.checkpoints.glob(f"{BEST}*")
+        for folder in [
+            *folders[:-keep_last],
+            *(head for head in heads if int(head.name.removeprefix(BEST)) not in known),
+        ]:
+            partial = self.checkpoints / f"{PARTIAL}{folder.name}"
+            os.replace(folder, partial)  # so that a kill half way leaves nothing that looks whole
+            shutil.rmtree(partial)
 
 
 def _at(values: dict[str, Any], dotted: str) -> Any:
@@ -142,6 +157,15 @@ def _at(values: dict[str, Any], dotted: str) -> Any:
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """The state.json of a checkpoint, which is written last; empty where the checkpoint is not whole."""
+    try:
+        state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return state
 
 
 def _random_state() -> dict[str, torch.Tensor]:

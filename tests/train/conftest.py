@@ -63,12 +63,27 @@ def features(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) ->
     return make_store(tmp_path_factory.mktemp("tiny-features"), tiny_target_dir, make_conversations(40, seed=7))
 
 
+@pytest.fixture(scope="session")
+def tapped(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """Folder of a store of the tiny target with the taps of its 4 layers."""
+    return make_store(tmp_path_factory.mktemp("tapped"), tiny_target_dir, make_conversations(30, 7), "1,2,3")
+
+
 @pytest.fixture
 def recipe_file(tmp_path: Path, features: Path, tiny_target_dir: Path) -> Path:
-    """A recipe of 12 steps with checkpoints every 3, whose vocabulary leaves some of the text out."""
-    recipe = {
-        "target": str(tiny_target_dir),
-        "out": str(tmp_path / "head"),
+    """A Medusa recipe in a file."""
+    return write_recipe(tmp_path / "recipe.yaml", medusa_recipe(features, tiny_target_dir))
+
+
+def write_recipe(path: Path, recipe: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def medusa_recipe(features: Path, target: Path) -> dict[str, Any]:
+    """12 steps with checkpoints every 3, and a vocabulary that leaves some of the text out."""
+    return {
+        "target": str(target),
         "seed": 3,
         "data": {"features": str(features), "held_out": 6},
         "head": {"num_heads": 3, "draft_vocab_size": 40},
@@ -76,9 +91,19 @@ def recipe_file(tmp_path: Path, features: Path, tiny_target_dir: Path) -> Path:
         "save": {"every": 3, "confirm": 0},
         "log": {"wandb": "off"},
     }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return path
+
+
+def eagle_recipe(features: Path, target: Path) -> dict[str, Any]:
+    """EAGLE-3 in few steps, with a vocabulary that leaves some of the text out."""
+    return {
+        "target": str(target),
+        "seed": 3,
+        "data": {"features": str(features), "held_out": 5},
+        "head": {"steps": 3, "draft_vocab_size": 40},
+        "optim": {"lr": 3e-3, "epochs": 2, "batch_tokens": 600, "warmup": 0.25},
+        "save": {"every": 3},
+        "log": {"wandb": "off"},
+    }
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from heads import load_head
 from heads.errors import HeadwayError
 from tests.train.conftest import Killed, Run, killed_after, metrics, weights
-from train import loop, state
+from train import loop, state, steps
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_weights(
@@ -23,12 +23,12 @@ def test_killed_at_any_moment_it_ends_with_the_same_weights(
     expected = run(out="uninterrupted")
     moments: list[tuple[Any, str]] = [
         (loop._Run, "train_step"),
-        (loop._Run, "validate"),
+        (steps.Steps, "validate"),
         (loop, "save_head"),
         (state.Accelerator, "save_state"),
         (state, "_sync_tree"),
         (state.os, "replace"),
-        (state.RunFolder, "_prune"),
+        (state.RunFolder, "prune"),
         (state, "save_head"),
     ]
     passed, fatal, deaths, finished = 0, 0, 0, False
@@ -87,7 +87,15 @@ def test_a_continuation_that_differs_is_refused(run: Run, tmp_path: Path):
     latest = max((tmp_path / "head" / "checkpoints").glob("step-*"))
     saved = json.loads((latest / "state.json").read_text())
     for change, message in [
-        ({"processes": 2}, "saved by 2 processes, this run has 1; .* resume with 2"),
+        (
+            {"launch": saved["launch"] | {"processes": 2}},
+            "saved with processes 2, this run has 1; .* resume with processes 2",
+        ),
+        (
+            {"launch": saved["launch"] | {"kind": "DEEPSPEED ZeRO-3"}},
+            "with kind DEEPSPEED ZeRO-3, this run has (NO|MULTI)",
+        ),
+        ({"launch": saved["launch"] | {"precision": "bf16"}}, "with precision bf16, this run has no;"),
         (
             {"features": {**saved["features"], "manifest_sha256": "0" * 64}},
             "was trained with features.manifest_sha256 000",

@@ -7,7 +7,7 @@ import torch
 
 from heads.losses import HeadOutput
 from train.figures import Totals, simulated_tau
-from train.loop import learning_rate
+from train.steps import learning_rate
 
 
 def output(*rows: list[int]) -> HeadOutput:

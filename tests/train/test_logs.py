@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from train.recipe import Log
 def test_real_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    log = RunLog(tmp_path, Log(wandb="offline"), {"seed": 0}, run_id="abc123", start=0, total=1, main=True)
+    settings = {"run_id": "abc123", "start": 0, "total": 1, "main": True, "replayed_tau": None}
+    log = RunLog(tmp_path, Log(wandb="offline"), {"seed": 0}, **settings)
     row = {"step": 1, "loss": 2.5, "tau": 1.25, "tokens_per_s": 10.0, "accuracy": [0.5]}
     log.step(row, 0.0)
     log.close()
@@ -69,3 +71,37 @@ def test_wandb_is_offline_without_a_key_and_the_key_stays_out_of_the_files(
     run("--log.wandb=off", "--optim.max_steps=2", out="off")
     assert len(started) == count
     assert key not in capsys.readouterr().out
+
+
+def rows(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 2.5, "tau": 1.25, "tokens_per_s": 1234.4, "accuracy": [0.5], "replayed_tau": 1.5}
+
+
+def test_a_file_gets_a_line_a_step_and_a_terminal_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    settings: dict[str, Any] = {"run_id": "a", "start": 0, "total": 3, "main": True, "replayed_tau": None}
+    log = RunLog(tmp_path, Log(wandb="off"), {}, **settings)
+    log.step(rows(1), 20.0)
+    log.validation(rows(1))
+    log.step(rows(2), 10.2)
+    log.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/3  loss 2.500  replayed tau -  1,234 tokens/s  20 s left",
+        "step 1/3  validation: replayed tau 1.500  accuracy by head 0.500",
+        "step 2/3  loss 2.500  replayed tau 1.500  1,234 tokens/s  10 s left",
+    ]
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    log = RunLog(tmp_path, Log(wandb="off"), {}, **settings | {"start": 2, "replayed_tau": 1.75})
+    log.step(rows(3), 0.0)
+    log.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert "3/3" in shown
+    assert "loss 2.500  replayed tau 1.750  1,234 tokens/s" in shown
+    assert "left 0:00:00" in shown
+    assert "step 3/3  loss" not in shown
+    others = RunLog(tmp_path / "none", Log(), {}, **settings | {"main": False})
+    others.step(rows(1), 0.0)
+    others.close()
+    assert not (tmp_path / "none").exists()

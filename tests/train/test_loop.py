@@ -17,11 +17,11 @@ from heads.errors import HeadwayError
 from heads.medusa import MedusaHead, pack
 from heads.target import TargetEnds
 from tests.train.by_hand import held_out_rows
-from tests.train.conftest import Run, metrics, weights
-from train import loop, medusa
-from train.loop import learning_rate
+from tests.train.conftest import Run, metrics
+from train import medusa
 from train.recipe import Data
 from train.sampler import plan
+from train.steps import learning_rate
 
 
 def test_weights_equal_a_hand_written_loop(run: Run, features: Path, tiny_target_dir: Path):
@@ -109,30 +109,6 @@ def test_nothing_supervised_is_an_error_that_names_the_rows(run: Run, tmp_path: 
 def test_more_held_out_than_there_are_is_refused(run: Run):
     with pytest.raises(HeadwayError, match=r"data\.held_out is 40, and .* holds 40 conversations"):
         run("--data.held_out=40")
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def spoiled(row: int, stored: StoredConversation) -> StoredConversation:
-        return replace(stored, last_TH=stored.last_TH * float("nan")) if spoil else stored
-
-    spoil = False
-    change_store(monkeypatch, spoiled)
-    original = loop._Run.train_step
-
-    def step(self: Any, window: Any) -> None:
-        nonlocal spoil
-        spoil = window.step == 5
-        original(self, window)
-
-    monkeypatch.setattr(loop._Run, "train_step", step)
-    with pytest.raises(HeadwayError, match=r"not finite at step 5 \(conversations tiny-7-.*lower optim\.lr"):
-        run()
-    assert [path.name for path in (tmp_path / "head" / "checkpoints").glob("step-*")] == ["step-000003"]
-    monkeypatch.setattr(loop._Run, "train_step", original)
-    spoil = False
-    assert weights(run()) == weights(run(out="other"))
 
 
 def test_soft_labels_and_the_shared_output_train(run: Run, tiny_target_dir: Path):

@@ -17,7 +17,7 @@ from heads.checkpoint import CONFIG
 from heads.target import Target
 from tests.train.by_hand import counted, held_out_rows, walked
 from tests.train.conftest import Run, metrics, weights
-from train import loop, scoring
+from train import scoring, steps
 
 
 def test_validation_figures_equal_brute_force(run: Run, features: Path):
@@ -85,10 +85,10 @@ def test_the_best_checkpoint_is_the_result_and_a_turn_over_is_said(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Case 3: tau rises to step 6 and falls afterwards, while the training loss goes on falling."""
-    original = loop._Run.validate
+    original = steps.Steps.validate
     bent = {"replayed_tau": lambda step: 2 - abs(step - 6) / 10}
     monkeypatch.setattr(
-        loop._Run, "validate", lambda self: {**original(self), **{key: of(self.step) for key, of in bent.items()}}
+        steps.Steps, "validate", lambda self: {**original(self), **{key: of(self.step) for key, of in bent.items()}}
     )
     folder = run("--save.keep_last=1")
     losses = {row["step"]: row["training_loss"] for row in metrics(folder, "validation")}
