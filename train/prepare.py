@@ -1,4 +1,4 @@
-"""What every trainer over a feature store does around the loop: inputs that fit, a draft vocabulary, the target's output.
+"""What every trainer does around the loop: a store or an online target that fits, a draft vocabulary, the target's output.
 
 Shapes: C rows of a chunk, H hidden, V vocabulary, D draft vocabulary.
 """
@@ -6,27 +6,30 @@ Shapes: C rows of a chunk, H hidden, V vocabulary, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from data_prep.store import MANIFEST, FeatureStore, read_manifest
 from heads.errors import HeadwayError, sha256_file
 from heads.losses import Output
 from heads.target import TargetEnds, fingerprint, resolve
+from heads.versions import versions
 from heads.vocabulary import DraftVocabulary
 from train.accelerator import make_accelerator
 from train.dry_run import dry_run
 from train.loop import prepare, train
 from train.method import Method
+from train.online import OnlinePlan, OnlineStore, plan_online, text_of
 from train.pilot import pilot
 from train.recipe import Recipe, as_json
 from train.sampler import split_rows
 from train.state import RunFolder
 
+# What a run's weights depend on.
 VERSIONS = ("headway", "torch", "transformers", "accelerate", "deepspeed")
 
 
@@ -43,26 +46,21 @@ def run_recipe(recipe: Recipe, make_method: Callable[[Any, FeatureStore, TargetE
     Raises HeadwayError for a store of another target, and whatever method and loop object to.
     """
     accelerator = make_accelerator(recipe)
-    store_folder = Path(recipe.data.features)
-    features = read_manifest(store_folder)
-    made_for, target = features["target"], {"name": recipe.target, "fingerprint": fingerprint(resolve(recipe.target))}
-    if made_for["fingerprint"] != target["fingerprint"]:
-        raise HeadwayError(
-            f"{store_folder}: collected from target {made_for['name']} ({made_for['fingerprint'][:12]}), the recipe's is "
-            f"{target['name']} ({target['fingerprint'][:12]}); collect again, or name the target that was used"
-        )
-    identity = {
-        "recipe": as_json(recipe),
-        "target": target,
-        "features": {"manifest_sha256": sha256_file(store_folder / MANIFEST), **features["totals"]},
-    }
+    target = {"name": recipe.target, "fingerprint": fingerprint(resolve(recipe.target))}
+    planned: OnlinePlan | None = None
+    if recipe.data.features is None:
+        planned = plan_online(recipe, accelerator.device, accelerator.print)
+        features = {"manifest_sha256": planned.digest, **planned.manifest["totals"]}
+    else:
+        features = _store_facts(Path(recipe.data.features), target)
+    identity = {"recipe": as_json(recipe), "target": target, "features": features}
     folder = RunFolder(recipe.out, identity)
     trial = recipe.dry_run or recipe.pilot is not None
     if folder.finished and not trial:
         best = folder.finished["best"]
         accelerator.print(f"{recipe.out}: already finished (replayed tau {best['replayed_tau']:.3f}); nothing to do")
         return
-    store = FeatureStore.open(store_folder, checksums=accelerator.is_main_process)
+    store = _open(recipe, planned, accelerator)
     ends = TargetEnds.load(recipe.target, device=str(accelerator.device))
     method = make_method(recipe, store, ends)
     coverage = " ".join(f"{kind} {share:.2%}" for kind, share in method.coverage.items())
@@ -79,12 +77,31 @@ def run_recipe(recipe: Recipe, make_method: Callable[[Any, FeatureStore, TargetE
     accelerator.end_training()
 
 
+def _store_facts(folder: Path, target: dict[str, Any]) -> dict[str, Any]:
+    """What a run's identity says of its store. Raises HeadwayError for one of another target."""
+    manifest = read_manifest(folder)
+    made_for = manifest["target"]
+    if made_for["fingerprint"] != target["fingerprint"]:
+        raise HeadwayError(
+            f"{folder}: collected from target {made_for['name']} ({made_for['fingerprint'][:12]}), the recipe's is "
+            f"{target['name']} ({target['fingerprint'][:12]}); collect again, or name the target that was used"
+        )
+    return {"manifest_sha256": sha256_file(folder / MANIFEST), **manifest["totals"]}
+
+
+def _open(recipe: Recipe, planned: OnlinePlan | None, accelerator: Accelerator) -> FeatureStore:
+    if planned is not None:
+        return OnlineStore.load(planned, recipe, accelerator)
+    assert recipe.data.features is not None
+    return FeatureStore.open(recipe.data.features, checksums=accelerator.is_main_process)
+
+
 def supervised_counts(store: FeatureStore, held_out: int) -> dict[str, Tensor]:
     """[V] each: how often each token is supervised in the "training" and in the "held_out" conversations."""
     held_out_V = torch.zeros_like(store.supervised_counts())
     for row in split_rows(store, held_out)[1]:
-        stored = store[row]
-        held_out_V += torch.bincount(stored.ids_T[stored.turn_T > 0], minlength=len(held_out_V))
+        ids_T, turn_T = text_of(store, row)
+        held_out_V += torch.bincount(ids_T[turn_T > 0], minlength=len(held_out_V))
     return {"training": store.supervised_counts() - held_out_V, "held_out": held_out_V}
 
 
@@ -104,20 +121,9 @@ def facts(made_by: str, method: VocabularyMethod) -> dict[str, Any]:
     return {
         "kind": "head",
         "made_by": made_by,
-        "versions": versions(),
+        "versions": versions(*VERSIONS),
         "draft_vocabulary": {"size": method.vocabulary_size, "coverage": method.coverage},
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a run's weights depend on."""
-    found = {}
-    for name in VERSIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def restricted_output(ends: TargetEnds, ids_D: Tensor, probe_CH: Tensor) -> Output:

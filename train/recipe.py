@@ -22,16 +22,37 @@ FREE_KEYS = ("log", "optim.spike")
 
 
 @dataclass
-class Data:
-    """What is trained on.
+class Online:
+    """How the target computes the states while the head is trained, where `data.conversations` takes the place of a store.
 
     Args:
-        features: folder of a feature store (data_prep/collect.py makes it).
-        held_out: conversations kept for validation: those whose ids have the smallest SHA-256.
+        dtype: of the target and of its states; auto is bfloat16 where the device is fast at it, else float32.
+        batch_tokens: tokens of one pass of the target, padding included.
+        tensor_parallel: whether the target is split over all processes; else each of them holds the whole of it.
     """
 
-    features: str = "artifacts/features"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    batch_tokens: int = 8192
+    tensor_parallel: bool = False
+
+
+@dataclass
+class Data:
+    """What is trained on: a store of the target's states, or conversations over which the target runs during training.
+
+    Args:
+        features: folder of a feature store (data_prep/collect.py makes it); null where conversations are given.
+        conversations: JSON lines file of conversations; null where features are given.
+        held_out: conversations kept for validation: those whose ids have the smallest SHA-256.
+        max_length: longer conversations are cut to this many tokens, and that is said; a store has its own.
+        online: how the target runs over the conversations; a store has its own.
+    """
+
+    features: str | None = None
+    conversations: str | None = None
     held_out: int = 64
+    max_length: int = 2048
+    online: Online = field(default_factory=Online)
 
 
 @dataclass
@@ -142,10 +163,28 @@ class Recipe:
         )
         require("pilot", self.pilot, self.pilot is None or 0 < self.pilot < math.inf, "minutes above 0, such as 10")
         require("save.every", self.save.every, self.save.every >= 1, "at least 1")
+        self._check_data()
         confirm = self.save.confirm
         require("save.confirm", confirm, confirm is None or confirm >= 0, "0 or above, or null")
         require("save.keep_last", self.save.keep_last, self.save.keep_last >= 1, "at least 1")
         require("seed", self.seed, 0 <= self.seed < 2**63, "between 0 and 2^63")
+
+    def _check_data(self) -> None:
+        data = self.data
+        if (data.features is None) == (data.conversations is None):
+            raise HeadwayError(
+                f"recipe: data.features is {data.features}, data.conversations is {data.conversations}; name one of them, "
+                "and set the other to null"
+            )
+        require("data.max_length", data.max_length, data.max_length >= 2, "at least 2")
+        require("data.online.batch_tokens", data.online.batch_tokens, data.online.batch_tokens >= 1, "at least 1")
+        if data.online.tensor_parallel:
+            only_here = "0 with data.online.tensor_parallel, as no process alone has the target to decode with"
+            require("save.confirm", self.save.confirm, self.save.confirm == 0, only_here)
+
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the target whose inputs the head reads; the last state comes with them."""
+        return ()
 
 
 def require(key: str, value: Any, holds: bool, wanted: str) -> None:

@@ -6,6 +6,7 @@ accumulation steps, so it depends on neither padding, batch split nor world size
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -22,6 +23,7 @@ from heads.errors import HeadwayError
 from train.figures import Totals
 from train.guard import LossGuard
 from train.method import Method
+from train.online import read
 from train.recipe import Optim, Recipe
 from train.sampler import Window, in_chunks, shares
 from train.scoring import gathered, whole_head
@@ -85,8 +87,9 @@ class Steps:
         return self.model(**on_device, **self.method.constants())
 
     def batches(self, parts: Sequence[Sequence[int]]) -> list[dict[str, Tensor]]:
-        """A batch of each part."""
-        return [self.method.batch([self.store[row] for row in part]) for part in parts]
+        """A batch of each part; all rows are read at once, as an online target computes them together."""
+        stored = iter(read(self.store, [row for part in parts for row in part]))
+        return [self.method.batch(list(itertools.islice(stored, len(part)))) for part in parts]
 
     def train_step(self, window: Window) -> dict[str, Any]:
         """One optimizer step over the window's conversations; its figures.
@@ -204,4 +207,4 @@ class Steps:
         head = whole_head(accelerator, self.method.head)
         rows = shares(self.validation_rows, self.store.lengths, accelerator.num_processes)[accelerator.process_index]
         with accelerator.autocast():
-            return gathered(accelerator, self.method.replay(head, [self.store[row] for row in rows]))
+            return gathered(accelerator, self.method.replay(head, read(self.store, rows)))

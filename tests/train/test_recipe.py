@@ -29,7 +29,9 @@ def test_without_arguments_it_is_the_demo():
 
 def test_files_then_dotted_overrides(tmp_path: Path):
     path = tmp_path / "a.yaml"
-    path.write_text("seed: 5\noptim: {lr: 1e-2, betas: [0.8, 0.9]}\nhead: {output: shared, draft_vocab_size: null}\n")
+    path.write_text(
+        "seed: 5\ndata: {features: store}\noptim: {lr: 1e-2, betas: [0.8, 0.9]}\nhead: {output: shared, draft_vocab_size: null}\n"
+    )
     recipe = read("--config", str(path), "--optim.lr", "1e-4", "--head.num_heads=2", "--optim.max_steps", "7")
     assert recipe.seed == 5
     assert recipe.optim.lr == 1e-4
@@ -46,6 +48,7 @@ def test_shipped_recipes_are_whole(path: Path):
     kind = EagleRecipe if "kind" in written["head"] else MedusaRecipe
     recipe = as_json(read_recipe(kind, path, []))
     optional = {
+        "data": {"features", "conversations", "max_length", "online"},
         "optim": {"max_steps", "name", "spike"},
         "head": {"train_output", "parent", "taps", "noise", "fc_norm", "norm_output"},
     }
@@ -80,6 +83,13 @@ BAD = [
     ("--optim.accumulation=0", "optim.accumulation is 0"),
     ("--optim.weight_decay=-1", "optim.weight_decay is -1.0"),
     ("--data.held_out=0", "data.held_out is 0"),
+    ("--data.features=null", "data.features is None, data.conversations is None; name one of them"),
+    (
+        "--data.conversations=mine.jsonl",
+        "data.conversations is mine.jsonl; name one of them, and set the other to null",
+    ),
+    ("--data.max_length=1", "data.max_length is 1"),
+    ("--data.online.batch_tokens=0", "data.online.batch_tokens is 0"),
     ("--save.every=0", "save.every is 0"),
     ("--save.keep_last=0", "save.keep_last is 0"),
     ("--seed=-1", "seed is -1"),
