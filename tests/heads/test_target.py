@@ -23,6 +23,7 @@ from transformers import (
 from heads.errors import HeadwayError
 from heads.linear import few_rows_linear
 from heads.target import Target, TargetEnds, auto_dtype, fingerprint, fingerprint_parts, resolve
+from tests.conftest import save_tiny_target
 
 SIZES = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}  # fmt: skip
@@ -89,6 +90,31 @@ def test_fingerprint_tells_targets_apart(tiny_target_dir: Path, tmp_path: Path) 
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     assert len({fingerprint(folder) for folder in (same, tuned, templated, other)}) == 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_weight_file_or_several(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, ids_BT: torch.Tensor, tied: bool
+) -> None:
+    """Case 18: also with tied embeddings, and with more rows of the output than the tokenizer has tokens."""
+    padded = {"vocab_size": len(tiny_tokenizer) + 32, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    single = save_tiny_target(tmp_path / "single", tiny_tokenizer, **padded)
+    model = AutoModelForCausalLM.from_pretrained(single, dtype=torch.float32)
+    several = tmp_path / "several"
+    model.save_pretrained(several, max_shard_size="20KB")
+    tiny_tokenizer.save_pretrained(several)
+    assert len(list(single.glob("*.safetensors"))) == 1
+    assert len(list(several.glob("*.safetensors"))) > 2
+    with torch.no_grad():
+        expected = model(ids_BT, output_hidden_states=True)
+    for folder in (single, several):
+        target, ends = (kind.load(str(folder), "float32", "cpu") for kind in (Target, TargetEnds))
+        assert target.vocab_size == ends.vocab_size == 320
+        assert torch.equal(ends.lm_head_weight, model.get_output_embeddings().weight)
+        assert torch.equal(ends.lm_head_weight, model.get_input_embeddings().weight) == tied
+        states = target.states(ids_BT, taps=(1,))
+        torch.testing.assert_close(states.taps[1], expected.hidden_states[1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(ends.logits(states.last), expected.logits, rtol=0, atol=1e-5)
 
 
 def test_unknown_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
