@@ -124,6 +124,11 @@ def plan(
         )
     if bare:
         say(f"{len(bare)} conversations without a supervised token in {max_length} tokens left out, first: {bare[0]}")
+    if filled := [identity for identity, row in planned.items() if row.entry.length == max_length]:
+        say(
+            f"{len(filled)} of {len(planned)} sequences fill the {max_length} tokens of max_length, and what lies behind is "
+            f"not learnt (first: {filled[0]})"
+        )
     if not planned:
         raise HeadwayError(
             f"no conversation has a supervised token within --max_length {max_length} (first: {bare[0]}); give a larger one"

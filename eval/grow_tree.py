@@ -87,10 +87,10 @@ def grow_tree(options: Options) -> dict[str, Any]:
             raise HeadwayError(f"{name} {getattr(options, name)}: give at least 1")
     depth = most_steps(head) or options.depth
     data = head.manifest.get("recipe", {}).get("data", {})
-    folder = options.features or (Path(data["features"]) if "features" in data else None)
+    folder = options.features or (Path(data["features"]) if data.get("features") else None)
     held_out = options.held_out if options.held_out is not None else data.get("held_out")
     if folder is None or held_out is None:
-        raise HeadwayError(f"{options.head / MANIFEST}: names no recipe; give --features and --held_out")
+        raise HeadwayError(f"{options.head / MANIFEST}: names no feature store; give --features and --held_out")
     rows = held_out_rows(_open(folder, head), held_out)
     name = options.target or head.manifest["target"]["name"]
     ends = TargetEnds.load(name, "float32", str(auto_device(options.device)))

@@ -74,11 +74,6 @@ def plan_online(recipe: Recipe, device: torch.device, say: Callable[[str], None]
     assert data.conversations is not None
     source = describe(recipe.target, data.online.dtype, device)
     planned = plan(read_conversations(data.conversations), source, data.max_length, None, say)
-    if filled := [row.entry.id for row in planned if row.entry.length == data.max_length]:
-        say(
-            f"data.max_length {data.max_length}: {len(filled)} of {len(planned)} sequences fill it, and what lies behind is not "
-            f"trained on (first: {filled[0]})"
-        )
     supervised = sum(row.entry.supervised for row in planned)
     manifest = {
         "kind": "online",

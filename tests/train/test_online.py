@@ -203,7 +203,7 @@ def test_long_conversations_are_cut_and_counted_or_refused(tiny_target_dir: Path
     cut = plan_online(eagle_recipe(tiny_target_dir, file, max_length=longest - 1), torch.device("cpu"), said.append)
     assert max(row.entry.length for row in cut.planned) == longest - 1
     assert said == [
-        f"data.max_length {longest - 1}: 1 of 6 sequences fill it, and what lies behind is not trained on (first: {rows[2]['id']})"
+        f"1 of 6 sequences fill the {longest - 1} tokens of max_length, and what lies behind is not learnt (first: {rows[2]['id']})"
     ]
     rows[2]["messages"][-1]["content"] *= 6
     write_conversations(file, rows)
