@@ -29,6 +29,7 @@ from heads.draft_layer import layer_settings
 from heads.eagle import Eagle1Config, Eagle1Head, EagleHead
 from heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from heads.errors import HeadwayError, run_script, sha256_file
+from heads.hub import resolve_head
 from heads.served import draft_labels, served_labels, served_rows
 from heads.target import TargetEnds, resolve
 from heads.vocabulary import choose_vocabulary
@@ -44,7 +45,7 @@ class Eagle:
 
     Args:
         kind: eagle3, or eagle for EAGLE-1.
-        parent: folder of a trained head to go on from; its draft vocabulary is kept, and the shape below must be its own.
+        parent: folder or Hub id of a trained head to go on from; its draft vocabulary is kept, and the shape below must be its own.
         num_layers: decoder layers.
         draft_vocab_size: the most frequent answer tokens that can be drafted; null = all, as EAGLE-1 needs it.
         taps: layers of the target whose input is read; null = 2, N/2 and N-3 of N. EAGLE-1 reads the last state alone.
@@ -101,8 +102,8 @@ class EagleMethod:
     def __init__(self, recipe: EagleRecipe, store: FeatureStore, ends: TargetEnds) -> None:
         settings = recipe.head
         counts = supervised_counts(store, recipe.data.held_out)
-        self._parent = _parent(settings, ends) if settings.parent else None
-        self.head = self._parent or _new_head(settings, ends, counts["training"])
+        self.parent = settings.parent
+        self.head = _parent(settings, ends) if settings.parent else _new_head(settings, ends, counts["training"])
         if missing := sorted(set(self.head.taps) - set(store.taps)):
             wanted = ",".join(map(str, self.head.taps))
             raise HeadwayError(
@@ -168,7 +169,7 @@ class EagleMethod:
     def facts(self) -> dict[str, Any]:
         made = facts("train/eagle.py", self)
         if self._settings.parent:
-            made["parent"] = {"manifest_sha256": sha256_file(Path(self._settings.parent) / MANIFEST)}
+            made["parent"] = {"manifest_sha256": sha256_file(resolve_head(self._settings.parent) / MANIFEST)}
         return made
 
 

@@ -61,6 +61,7 @@ class _Run:
         self.recipe, self.store, self.accelerator = steps.recipe, steps.store, steps.accelerator
         self.best: dict[str, Any] = {"step": 0, "replayed_tau": 0.0}
         self.latest: dict[str, Any] = {}
+        self.parent: dict[str, Any] | None = None
         self.run_id = uuid.uuid4().hex[:12]
         self._resume()
         self.started, self.first_step = time.monotonic(), self.steps.step
@@ -77,6 +78,7 @@ class _Run:
             path, state = found
             folder.load(accelerator, path)
             self.best, self.latest, self.run_id = state["best"], state["latest"], state["run_id"]
+            self.parent = state["parent"]
             self.steps.recall(state)
         else:
             torch.manual_seed(self.recipe.seed + accelerator.process_index)
@@ -99,6 +101,16 @@ class _Run:
             f"{self.steps.trained / 1e6:.1f} M trained parameters, {launch['processes']} process(es) on {accelerator.device.type}, "
             f"{launch['kind']}, precision {launch['precision']}"
         )
+        if self.steps.method.parent is not None and not found:
+            self._measure_parent(self.steps.method.parent)
+
+    def _measure_parent(self, parent: str) -> None:
+        """The head that this one goes on from, on the same texts: it is the best until another one is better."""
+        self._validate()
+        self.parent = {"replayed_tau": self.best["replayed_tau"], "replayed_rounds": self.best["replayed_rounds"]}
+        self.log.say(
+            f"{parent}: replayed tau {self.best['replayed_tau']:.3f} on the held-out conversations of this run"
+        )
 
     def train_step(self, window: Window) -> None:
         """One optimizer step, logged."""
@@ -108,6 +120,17 @@ class _Run:
 
     def checkpoint(self) -> None:
         """Validate, keep the head if it is the best so far, save what a continuation needs."""
+        self._validate()
+        state = {
+            **self.steps.memory(),
+            "best": self.best,
+            "latest": self.latest,
+            "parent": self.parent,
+            "run_id": self.run_id,
+        }
+        self.folder.save(self.accelerator, launch_facts(self.accelerator), state, self.recipe.save.keep_last)
+
+    def _validate(self) -> None:
         accelerator, steps = self.accelerator, self.steps
         self.latest = steps.validate()
         self.log.validation(self.latest)
@@ -116,13 +139,6 @@ class _Run:
             weights = accelerator.get_state_dict(steps.model)
             if accelerator.is_main_process:
                 save_head(steps.method.head, self.folder.best(steps.step), {"validation": self.best}, weights)
-        state = {
-            **steps.memory(),
-            "best": self.best,
-            "latest": self.latest,
-            "run_id": self.run_id,
-        }
-        self.folder.save(accelerator, launch_facts(accelerator), state, self.recipe.save.keep_last)
 
     def finish(self) -> None:
         """The best head becomes the result."""
@@ -133,8 +149,16 @@ class _Run:
                 f"{latest['replayed_tau']:.3f} at the end, while the training loss fell from {best['training_loss']:.3f} to "
                 f"{latest['training_loss']:.3f}; the head of step {best['step']} is the result"
             )
+        facts = self.steps.method.facts()
+        if self.parent is not None:
+            facts["parent"] |= self.parent | {"better": best["step"] > 0}
+            if best["step"] == 0:
+                self.log.say(
+                    f"no checkpoint is better than the parent (replayed tau {best['replayed_tau']:.3f}, {latest['replayed_tau']:.3f} at "
+                    "the end): the result is the parent itself"
+                )
         manifest = {
-            **self.steps.method.facts(),
+            **facts,
             "seed": self.recipe.seed,
             "processes": self.accelerator.num_processes,
             "precision": self.accelerator.mixed_precision,

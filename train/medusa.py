@@ -74,6 +74,8 @@ class MedusaRecipe(Recipe):
 class MedusaMethod:
     """Medusa-1 for the training loop."""
 
+    parent = None
+
     def __init__(self, recipe: MedusaRecipe, store: FeatureStore, ends: TargetEnds) -> None:
         settings = recipe.head
         counts = supervised_counts(store, recipe.data.held_out)

@@ -21,6 +21,10 @@ class Method(Protocol):
         """The head to train."""
 
     @property
+    def parent(self) -> str | None:
+        """The trained head that it goes on from; None for a new one."""
+
+    @property
     def weights(self) -> tuple[float, ...]:
         """[K]: of the heads' losses."""
 
