@@ -5,6 +5,7 @@ accelerate launch tests/train/worker.py JOBS.json     a list of jobs (keywords o
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -51,9 +52,8 @@ def run_job(
         patch.setattr(PartialState, "destroy_process_group", lambda self, group=None: None)
         patch.setattr(linear, "_built", False)
         if deepspeed:
-            from deepspeed.comm import torch as collectives
-
-            patch.setattr(collectives, "build_shm_op", lambda: None)
+            # By import_module: the package's attribute of that name is torch itself.
+            patch.setattr(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)
             patch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", deepspeed)
         if masked:
             _mask(patch, set(masked))
