@@ -75,12 +75,16 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class Exported:
-    """A head in a layout: its config, tensors and the name of the file that holds them; what the person should know."""
+    """A head in a layout: its config, tensors and the name of the file that holds them; what the person should know.
+
+    `head`: what was written, where that is another head than the one given.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     weights_name: str = "model.safetensors"
     notes: tuple[str, ...] = ()
+    head: Head | None = None
 
 
 Reader = Callable[[Foreign, TargetFacts, tuple[int, ...] | None], Head]

@@ -117,7 +117,12 @@ def export_head(
         tensors = cast(tensors, DTYPES[dtype])
     _state_dtype(config, stored)
     text = serving_text(layout.name, to, target, head, count, stored, found.notes)
-    provenance = {"layout": layout.name, "dtype": stored, "head": head_facts(head), "manifest": head.manifest}
+    provenance = {
+        "layout": layout.name,
+        "dtype": stored,
+        "head": head_facts(found.head or head),
+        "manifest": head.manifest,
+    }
     texts = {CONFIG: json_text(config), PROVENANCE: json_text(provenance), SERVING: text}
     write_folder(out, texts, found.weights_name, tensors)
     commands = serving_commands(layout.name, to, target, str(out), count, stored)

@@ -1,4 +1,4 @@
-"""Medusa's engine layout, which vLLM read up to 0.32: blocks apart from outputs, one output for all heads, a draft vocabulary.
+"""Medusa's engine layout, which vLLM read up to 0.32: blocks apart from outputs, one output for all heads where they share it.
 
 Shapes: K heads, H hidden, V vocabulary, D draft vocabulary.
 """
@@ -6,6 +6,8 @@ Shapes: K heads, H hidden, V vocabulary, D draft vocabulary.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,21 +21,20 @@ from heads.formats.recognise import MEDUSA_ENGINE
 from heads.medusa import MedusaConfig, MedusaHead
 
 TITLE = "Medusa engine layout"
+WIDENED = (
+    "the outputs are written over the full vocabulary: vLLM 0.32 refuses a `token_map`, which its loader does not count among the loaded "
+    "weights"
+)
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 
 
 def write(head: MedusaHead, target: TargetFacts, engine: str, draft_tokens: int) -> Exported:
-    """Raises HeadwayError for Hydra heads, and for a draft vocabulary without a shared output, which vLLM cannot load."""
-    config = head.config
-    shared, hidden = config.output == "shared", config.hidden_size
-    if config.hydra:
+    """A head with a draft vocabulary is written over the full one (`widened`). Raises HeadwayError for Hydra heads."""
+    if head.config.hydra:
         raise refuse("Hydra heads", TITLE, "nothing but `python eval/measure.py` decodes with them")
-    if config.mapped and not shared:
-        raise refuse(
-            "a draft vocabulary with an output a head",
-            TITLE,
-            "vLLM wants the full vocabulary there; train with head.output shared, or head.draft_vocab_size null",
-        )
+    written, notes = (widened(head), (WIDENED,)) if head.config.mapped else (head, ())
+    config, head = written.config, written
+    shared, hidden = config.output == "shared", config.hidden_size
     tensors = {name: tensor for name, tensor in head.state_dict().items() if name.startswith("blocks.")}
     expected: dict[str, tuple[int, ...]] = {}
     for k in range(config.num_heads):
@@ -41,12 +42,10 @@ def write(head: MedusaHead, target: TargetFacts, engine: str, draft_tokens: int)
             expected[f"blocks.{k}.layers.{j}.weight"] = (hidden, hidden)
             expected[f"blocks.{k}.layers.{j}.bias"] = (hidden,)
     if shared:
-        tensors["lm_head.weight"], expected["lm_head.weight"] = head.lm_head.weight, (config.output_size, hidden)
+        tensors["lm_head.weight"], expected["lm_head.weight"] = head.lm_head.weight, (config.vocab_size, hidden)
     else:
         tensors |= {f"lm_heads.{k}.weight": own for k, own in enumerate(head.lm_head.weight)}
         expected |= {f"lm_heads.{k}.weight": (config.vocab_size, hidden) for k in range(config.num_heads)}
-    if config.mapped:
-        tensors["token_map"], expected["token_map"] = head.target_ids(), (config.output_size,)
     check_tensors(tensors, expected, "export")
     fields = {
         "architectures": ["MedusaModel"],
@@ -55,12 +54,23 @@ def write(head: MedusaHead, target: TargetFacts, engine: str, draft_tokens: int)
         "num_hidden_layers": config.num_layers,
         "hidden_size": hidden,
         "vocab_size": config.vocab_size,
-        "truncated_vocab_size": config.output_size,
+        "truncated_vocab_size": config.vocab_size,
         "medusa_fc_bias": True,
         "original_lm_head": shared,
         "torch_dtype": dtype_name(head.lm_head.weight.dtype),
     }
-    return Exported(fields, tensors)
+    return Exported(fields, tensors, notes=notes, head=written)
+
+
+def widened(head: MedusaHead) -> MedusaHead:
+    """The same drafts from outputs over the full vocabulary: a token outside the draft vocabulary has the mean of all drafted rows,
+    whose logit is the mean of theirs and so never above the largest."""
+    drafted = head.lm_head.weight.detach()
+    mean = drafted.float().mean(-2, keepdim=True).to(drafted.dtype)
+    wide = mean.repeat_interleave(head.config.vocab_size, -2).index_copy(-2, head.target_ids(), drafted)
+    state = {name: tensor for name, tensor in head.state_dict().items() if name.startswith("blocks.")}
+    config = replace(head.config, draft_vocab_size=None)
+    return build_head(MedusaHead, config, state | {"lm_head.weight": wide}, Path("export"))
 
 
 def read(foreign: Foreign, target: TargetFacts, taps: tuple[int, ...] | None) -> MedusaHead:

@@ -47,13 +47,6 @@ def no_map(folder: Path) -> None:
     write_tensors(folder, lambda tensors: tensors.pop("d2t"))
 
 
-def identity_token_map(folder: Path) -> None:
-    def change(tensors: Tensors) -> None:
-        tensors["token_map"] = torch.arange(len(tensors["token_map"]))
-
-    write_tensors(folder, change)
-
-
 def without(*names: str) -> Callable[[Path], None]:
     def plant(folder: Path) -> None:
         def change(tensors: Tensors) -> None:
@@ -161,7 +154,7 @@ FAULTS = [
     ("eagle3", "ours", absolute, "d2t_absolute"),
     ("eagle3", "vllm", identity, "map_identity"),
     ("eagle3", "sglang", no_map, "map_identity"),
-    ("medusa-shared", "vllm", identity_token_map, "map_identity"),
+    ("medusa-shared", "ours", identity, "map_identity"),
     ("eagle3", "vllm", without("midlayer.hidden_norm.weight"), "norm_missing"),
     ("eagle3", "speculators", without(*(f"fc_norm.{tap}.weight" for tap in range(3))), "norm_missing"),
     ("eagle3", "ours", without("norm.weight"), "norm_missing"),
