@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import auto_cli
 from results_file import write_result
@@ -32,7 +32,8 @@ from eval.prompts import Prompt, check_lengths, read_prompts
 from eval.sampling import Sampling
 from heads.target import DEFAULT_TARGET, Target
 
-LAWS = {"greedy": Sampling(), "temperature 1": Sampling(temperature=1.0)}
+Law = Literal["greedy", "temperature 1"]
+LAWS: tuple[Law, ...] = ("greedy", "temperature 1")
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,9 @@ def measure(
     count: int = 64,
     per_category: int = 3,
     tokens: int = 64,
+    laws: Sequence[Law] = LAWS,
 ) -> dict[str, Any]:
-    """Measure all drafters on both sets under both laws.
+    """Measure all drafters on both sets under the laws asked for.
 
     Args:
         heads: heads as `eval/measure.py --head` takes them; no draft and lookup are always there
@@ -149,6 +151,7 @@ def measure(
         count: held-out conversations to measure on
         per_category: questions of each category of Spec-Bench
         tokens: of each answer at most
+        laws: greedy, temperature 1, or both
     """
     console = Console(width=140)
     model = Target.load(target, dtype)
@@ -156,7 +159,8 @@ def measure(
     sets = [in_domain_set(conversations, held_out, count, model), spec_bench_set(spec_bench, per_category, model)]
     parts = {}
     for chosen in sets:
-        for law, sampling in LAWS.items():
+        for law in laws:
+            sampling = Sampling(temperature=0.0 if law == "greedy" else 1.0)
             found = measure_set(chosen, model, contenders, sampling, tokens, console)
             parts[f"{chosen.name}, {law}"] = {"prompts": len(chosen.prompts), "drafters": found}
             for name, cell in found.items():
