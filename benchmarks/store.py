@@ -120,11 +120,9 @@ def size_of(bench: Bench, layout: Layout, computed: Sequence[StoredConversation]
     """Files of one layout."""
     with tempfile.TemporaryDirectory(dir=bench.folder) as scratch:
         out = Path(scratch)
-        begun = 0
-        for shard, name in zip(
-            cut_shards(bench.rows, bench.settings.shard_tokens), free_names(out, 0, 1), strict=False
-        ):
-            write_shard(out, name, layout, [row.entry for row in shard], computed[begun : begun + len(shard)])
+        begun, names = 0, free_names(out, 0, 1)
+        for shard in cut_shards(bench.rows, bench.settings.shard_tokens):
+            write_shard(out, next(names), layout, [row.entry for row in shard], computed[begun : begun + len(shard)])
             begun += len(shard)
         written = sum(path.stat().st_size for path in out.iterdir())
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from heads.checkpoint import MANIFEST, read_manifest, weights_sha256
 from heads.errors import HeadwayError
+from heads.formats.files import read_json
 
 REPORT, REPORT_FILES = "report.json", ("report.json", "report.md", "report.html")
 CERTIFICATE = "certificate.json"
@@ -58,7 +58,7 @@ def read_report(folder: Path, head: Identity) -> MeasuredReport:
     for name in REPORT_FILES:
         if not (folder / name).is_file():
             raise HeadwayError(f"{folder / name}: no such file; give --report the folder that eval/measure.py wrote")
-    content = _read(path, "eval/measure.py")
+    content = read_json(path, "let eval/measure.py write it again")
     again = f"measure this head: python eval/measure.py --head {head.folder} --out NEW"
     try:
         _check_target(path, content["target"], head, again)
@@ -80,7 +80,7 @@ def read_certificate(folder: Path, head: Identity) -> dict[str, Any]:
     again = f"certify this head: python eval/certify.py --head {head.folder} --out NEW"
     if not path.is_file():
         raise HeadwayError(f"{path}: no such file; {again}")
-    content = _read(path, "eval/certify.py")
+    content = read_json(path, "let eval/certify.py write it again")
     try:
         if content.get("head") is None:
             raise HeadwayError(f"{path}: proves the rules alone, or does not say for which head it was made; {again}")
@@ -110,13 +110,3 @@ def _check_target(path: Path, target: dict[str, Any], head: Identity, again: str
             f"{path}: made with target '{target['name']}' ({target['fingerprint'][:12]}), the head in {head.folder} was "
             f"trained for {head.fingerprint[:12]}; {again}"
         )
-
-
-def _read(path: Path, made_by: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HeadwayError(f"{path}: not JSON ({error}); let {made_by} write it again") from error
-    if not isinstance(content, dict):
-        raise HeadwayError(f"{path}: not a JSON object; let {made_by} write it again")
-    return content

@@ -32,6 +32,7 @@ WEIGHTS = (
 )
 """Where public heads keep their tensors; the first of these that is there counts."""
 PROVENANCE = "headway.json"
+COPY_AGAIN = "download or copy the head again"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -66,7 +67,7 @@ def find_weights(folder: Path) -> Path | None:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json; {} where there is none, as in some Medusa folders. Raises HeadwayError where it is no JSON object."""
     path = folder / CONFIG
-    return _read_json(path) if path.is_file() else {}
+    return read_json(path, COPY_AGAIN) if path.is_file() else {}
 
 
 def read_names(weights: Path) -> list[str]:
@@ -210,19 +211,20 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    found = _read_json(path).get("weight_map")
+    found = read_json(path, COPY_AGAIN).get("weight_map")
     if not isinstance(found, dict) or any(Path(str(name)).name != name for name in found.values()):
         raise HeadwayError(f"{path}: its `weight_map` does not name files beside it; download the head again")
     return found
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """A JSON object of a file. Raises HeadwayError, with the remedy, for anything else in it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HeadwayError(f"{path}: not JSON ({error}); download or copy the head again") from error
+        raise HeadwayError(f"{path}: not JSON ({error}); {remedy}") from error
     if not isinstance(value, dict):
-        raise HeadwayError(f"{path}: not a JSON object; download or copy the head again")
+        raise HeadwayError(f"{path}: not a JSON object; {remedy}")
     return value
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 
 from data_prep.store import FeatureStore
 from heads.errors import HeadwayError
 from heads.target import Target
 from tests.conftest import make_conversations, write_conversations
-from tests.train.conftest import Run, in_process, killed_after, make_store, metrics, weights
+from tests.train.conftest import Run, in_process, killed_after, make_store, metrics, weights, write_recipe
 from tests.train.test_processes import DDP, LAUNCH, ROOT, free_port, launch
 from train import eagle, medusa, online
 from train.eagle import Eagle, EagleRecipe
@@ -46,9 +45,7 @@ def recipe_file(tmp_path: Path, conversations: Path, tiny_target_dir: Path) -> P
         "save": {"every": 3, "confirm": 0},
         "log": {"wandb": "off"},
     }
-    path = tmp_path / "online.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return path
+    return write_recipe(tmp_path / "online.yaml", recipe)
 
 
 @pytest.fixture

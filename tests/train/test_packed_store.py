@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from data_prep.collect import Settings, collect
 from tests.conftest import make_conversations, write_conversations
-from tests.train.conftest import in_process, metrics, weights
+from tests.train.conftest import in_process, metrics, weights, write_recipe
 from train import eagle, medusa
 
 
@@ -34,9 +33,7 @@ def recipe(folder: Path, target: Path, head: dict[str, object]) -> Path:
         "save": {"every": 100, "confirm": 0},
         "log": {"wandb": "off"},
     }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return path
+    return write_recipe(folder / "recipe.yaml", content)
 
 
 def test_an_eagle_head_learns_about_the_same_from_8_bits(
