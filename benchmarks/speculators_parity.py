@@ -2,8 +2,8 @@
 
     python benchmarks/speculators_parity.py        # writes benchmarks/results/engines-speculators.json, about a minute
 
-Random heads on a random Llama of 8 layers, fp32, one for each switch of the layout. The library runs in a virtual environment of its
-own in Headway's cache folder, which uses this one's torch and the newest transformers that it allows; built on first use.
+Random heads on a random Llama of 8 layers, fp32, one for each switch of the layout. The library runs in an
+environment of its own (speculators_environment.py).
 
 Shapes: S steps, T tokens, P rows, D draft vocabulary, H hidden, F taps side by side.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,28 +20,17 @@ from typing import Any
 import torch
 from results_file import write_result
 from safetensors.torch import load_file, save_file
+from speculators_environment import PACKAGE, build_environment
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from heads.eagle3 import Eagle3Config, Eagle3Head
 from heads.embedded import embedded_folder
-from heads.folders import cache_folder
 from heads.formats.layout import TargetFacts
 from heads.formats.layouts import export_head, read_head
 from heads.unroll import schedule
 from heads.vocabulary import DraftVocabulary
 
-PACKAGE = "speculators==0.9.0"
-BESIDE = (
-    "hs-connectors==0.9.0",
-    "loguru",
-    "pydantic-settings",
-    "openai",
-    "jiter",
-    "distro",
-    "sniffio",
-    "transformers==5.19.0",
-)
 SIDE = Path(__file__).with_name("speculators_side.py")
 STEPS, TOKENS, H, LAYERS, D = 3, 40, 64, 8, 1000
 TOLERANCE = 1e-4
@@ -56,25 +44,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two layers": {"num_layers": 2},
     "scaled rope": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}},
 }
-
-
-def build_environment() -> Path:
-    """Its Python. Raises RuntimeError, with the end of what pip said, where it cannot be built."""
-    folder = cache_folder() / "venv-speculators"
-    python, stamp = folder / "bin" / "python", folder / f".{PACKAGE}"
-    if not stamp.exists():
-        for command in (
-            [sys.executable, "-m", "venv", str(folder)],
-            [str(python), "-m", "pip", "install", "--no-deps", PACKAGE, *BESIDE],
-        ):
-            done = subprocess.run(command, check=False, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
-        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        path = folder / "lib" / version / "site-packages" / "beside.pth"
-        path.write_text(sysconfig.get_paths()["purelib"] + "\n")
-        stamp.touch()
-    return python
 
 
 def make_target(folder: Path) -> str:

@@ -11,17 +11,15 @@ Shapes: X tokens of all texts, T tokens of one, S steps, Q keys of all steps so 
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import random
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import auto_cli
+from peak import Taken, measured
 from results_file import RESULTS, write_result
 from torch import Tensor
 from torch.nn import functional as F
@@ -160,33 +158,6 @@ def train(setting: Setting, loss_of: Callable[[Setting], Tensor]) -> Tensor:
     return loss.detach()
 
 
-def measured(call: Callable[[], Any], device: str) -> tuple[float, float]:
-    """(seconds, MiB that were allocated beyond what was there)."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before, begun = torch.cuda.memory_allocated(), clock(device)
-        call()
-        return clock(device) - begun, (torch.cuda.max_memory_allocated() - before) / 2**20
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before_kib, begun = resident("VmRSS"), clock(device)
-    call()
-    return clock(device) - begun, (resident("VmHWM") - before_kib) / 1024
-
-
-def clock(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def resident(name: str) -> int:
-    """A line of the process's status, in KiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1])
-
-
 def main(tokens: int = 2048, rounds: int = ROUNDS, device: str = "cpu", out: Path = RESULTS) -> None:
     """Measure both.
 
@@ -199,7 +170,7 @@ def main(tokens: int = 2048, rounds: int = ROUNDS, device: str = "cpu", out: Pat
     setting = Setting(tokens, device)
     kinds = {"ours": our_step, "plain": plain_step}
     losses = {name: float(train(setting, step)) for name, step in kinds.items()}
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    taken: dict[str, list[Taken]] = {name: [] for name in kinds}
     for number in range(rounds):
         for name in sorted(kinds, reverse=bool(number % 2)):
             taken[name].append(measured(lambda name=name: train(setting, kinds[name]), device))
@@ -212,12 +183,12 @@ def main(tokens: int = 2048, rounds: int = ROUNDS, device: str = "cpu", out: Pat
         "threads": torch.get_num_threads(),
     }
     for name in kinds:
-        seconds, memory = zip(*taken[name], strict=True)
+        seconds = [each.seconds for each in taken[name]]
         figures[name] = {
             "loss": losses[name],
-            "seconds": list(seconds),
+            "seconds": seconds,
             "tokens_per_s": setting.tokens / statistics.median(seconds),
-            "peak_mib": max(memory),
+            "peak_mib": max(each.added_mib for each in taken[name]),
         }
         print(
             f"{name:6} {figures[name]['tokens_per_s']:8.0f} tokens/s, peak {figures[name]['peak_mib']:8.0f} MiB, loss {losses[name]:.6f}"
