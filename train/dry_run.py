@@ -7,67 +7,19 @@ import gc
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from transformers import AutoConfig
 
 from heads.target import TargetEnds
+from train.memory import ADAMW_STATES, Sharding, head_memory
 from train.steps import Steps
 
 TIMED = 3  # steps, after one that is not timed
-STATES = {"adamw": 2, "sgd": 0}  # fp32 values that an optimizer keeps of each parameter
+STATES = {"adamw": ADAMW_STATES, "sgd": 0}  # fp32 values that an optimizer keeps of each parameter
 MB = 1e6
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What DeepSpeed does with a head: `stage` of ZeRO (0 = none of it), over `processes`; `narrow`: weights and gradients in
-    bf16 beside fp32 ones for the optimizer; which parts lie in host memory."""
-
-    stage: int = 0
-    processes: int = 1
-    narrow: bool = False
-    optimizer_on_host: bool = False
-    weights_on_host: bool = False
-
-    @classmethod
-    def of(cls, accelerator: Accelerator) -> Sharding:
-        """That of a run."""
-        plugin = accelerator.state.deepspeed_plugin
-        if plugin is None:
-            return cls(processes=accelerator.num_processes)
-        zero = plugin.deepspeed_config["zero_optimization"]
-        on_host = {
-            part: zero.get(f"offload_{part}", {}).get("device", "none") != "none" for part in ("optimizer", "param")
-        }
-        narrow = accelerator.mixed_precision == "bf16"
-        return cls(zero["stage"], accelerator.num_processes, narrow, on_host["optimizer"], on_host["param"])
-
-
-def head_memory(trained: int, frozen: int, states: int, sharding: Sharding) -> dict[str, int]:
-    """Bytes of each process for a head of so many parameters, by part; `states`: fp32 values that the optimizer keeps of each.
-
-    Where parts are in host memory, what remains of them on the device for a moment is not counted.
-    """
-    width = 2 if sharding.narrow else 4
-
-    def share(size: int, from_stage: int) -> int:
-        return -(-size // sharding.processes) if sharding.stage >= from_stage else size
-
-    weights = share((trained + frozen) * width, 3)
-    gradients = share(trained * width, 2)
-    optimizer = share(trained * 4 * (states + sharding.narrow), 1)
-    host = weights * sharding.weights_on_host + optimizer * sharding.optimizer_on_host
-    return {
-        "weights": 0 if sharding.weights_on_host else weights,
-        "gradients": gradients,
-        "optimizer": 0 if sharding.optimizer_on_host else optimizer,
-        "host memory": host,
-    }
 
 
 def peak_beyond(device: torch.device, call: Callable[[], Any]) -> int | None:

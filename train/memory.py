@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate import Accelerator
 from torch import nn
 
 from heads.draft_layer import LayerConfig
@@ -22,9 +23,57 @@ from heads.errors import HeadwayError
 from train.recipe import Recipe
 
 REDUCE_BUCKET = 5 * 10**8  # parameters; DeepSpeed's reduce_bucket_size, of which overlap_comm keeps two
+ADAMW_STATES = 2  # fp32 values that it keeps of each parameter
 LOGITS_BUFFER = 2**24 * (
     2 + 4 + 4
 )  # of a chunk, in bf16 and twice in float32 (data_prep/target_states.py, heads/losses.py)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What DeepSpeed does with a head: `stage` of ZeRO (0 = none of it), over `processes`; `narrow`: weights and gradients in
+    bf16 beside fp32 ones for the optimizer; which parts lie in host memory."""
+
+    stage: int = 0
+    processes: int = 1
+    narrow: bool = False
+    optimizer_on_host: bool = False
+    weights_on_host: bool = False
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> Sharding:
+        """That of a run."""
+        plugin = accelerator.state.deepspeed_plugin
+        if plugin is None:
+            return cls(processes=accelerator.num_processes)
+        zero = plugin.deepspeed_config["zero_optimization"]
+        on_host = {
+            part: zero.get(f"offload_{part}", {}).get("device", "none") != "none" for part in ("optimizer", "param")
+        }
+        narrow = accelerator.mixed_precision == "bf16"
+        return cls(zero["stage"], accelerator.num_processes, narrow, on_host["optimizer"], on_host["param"])
+
+
+def head_memory(trained: int, frozen: int, states: int, sharding: Sharding) -> dict[str, int]:
+    """Bytes of each process for a head of so many parameters, by part; `states`: fp32 values that the optimizer keeps of each.
+
+    Where parts are in host memory, what remains of them on the device for a moment is not counted.
+    """
+    width = 2 if sharding.narrow else 4
+
+    def share(size: int, from_stage: int) -> int:
+        return -(-size // sharding.processes) if sharding.stage >= from_stage else size
+
+    weights = share((trained + frozen) * width, 3)
+    gradients = share(trained * width, 2)
+    optimizer = share(trained * 4 * (states + sharding.narrow), 1)
+    host = weights * sharding.weights_on_host + optimizer * sharding.optimizer_on_host
+    return {
+        "weights": 0 if sharding.weights_on_host else weights,
+        "gradients": gradients,
+        "optimizer": 0 if sharding.optimizer_on_host else optimizer,
+        "host memory": host,
+    }
 
 
 @dataclass(frozen=True)
@@ -70,14 +119,14 @@ def trainer_bytes(head: nn.Module, launch: Launch) -> dict[str, int]:
     trained = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
     if launch.zero not in (0, 1, 2, 3):
         raise HeadwayError(f"ZeRO stage {launch.zero}: there are 1, 2 and 3, and 0 for none")
-    if launch.zero == 0:  # the gradients lie in DDP's buckets too; AdamW has two states
-        return {"head": 4 * whole, "gradients": 8 * trained, "optimizer": 8 * trained}
-    share = launch.processes
-    buckets = 2 * 2 * min(REDUCE_BUCKET, trained)
+    sharding = Sharding(launch.zero, launch.processes, narrow=launch.zero > 0)
+    parts = head_memory(trained, whole - trained, ADAMW_STATES, sharding)
+    # gradients lie in the buckets of a reduction too: DDP's hold all of them
+    buckets = 2 * 2 * min(REDUCE_BUCKET, trained) if launch.zero else 4 * trained
     return {
-        "head": 2 * whole // (share if launch.zero == 3 else 1),
-        "gradients": 2 * trained // (1 if launch.zero == 1 else share) + buckets,
-        "optimizer": 12 * trained // share,  # float32 weights and AdamW's two states
+        "head": parts["weights"],
+        "gradients": parts["gradients"] + buckets,
+        "optimizer": parts["optimizer"],
     }
 
 

@@ -11,7 +11,8 @@ import torch
 from data_prep.store import FeatureStore
 from heads import load_head
 from tests.train.conftest import Run, metrics, weights
-from train.dry_run import Sharding, head_memory, peak_beyond
+from train.dry_run import peak_beyond
+from train.memory import Sharding, head_memory
 
 
 def test_it_says_what_the_run_then_is_and_writes_nothing(
