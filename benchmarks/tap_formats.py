@@ -1,0 +1,107 @@
+"""EAGLE-3 trained from int8 taps against bf16 ones: the replayed tau of both on the same held-out conversations.
+
+    python benchmarks/tap_formats.py --conversations SET/conversations.jsonl     # writes benchmarks/results/scale-tap_formats.json
+
+Two stores of the same conversations, one with taps in bf16 and one in int8; the same recipe and seed on each, by the trainer's
+own command. Both heads then replay the validation conversations with the states of the bf16 store, since decoding gives a head
+the target's own states. The interval is a paired bootstrap over conversations.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jsonargparse import auto_cli
+from results_file import write_result
+
+from data_prep.collect import Settings, collect
+from data_prep.conversations import SAMPLES
+from data_prep.store import FeatureStore
+from eval.ledger import Ledger
+from eval.metrics import Floats, bootstrap, mean_accepted_length, per_prompt
+from eval.replay import replay
+from heads import load_head
+from heads.target import DEFAULT_TARGET, TargetEnds
+from train.sampler import split_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "configs" / "recipes" / "smollm2-eagle3.yaml"
+FORMATS = ("bf16", "int8")
+TAPS = "2,15,27"
+
+
+def ratio(first: Ledger, second: Ledger) -> dict[str, Any]:
+    """Tau of the second over that of the first, with its interval; the same conversations are paired."""
+    numbers, ours = per_prompt(first)
+    others, theirs = per_prompt(second)
+    assert numbers == others, "both replay the same conversations"
+    both = np.concatenate([ours[:, :2], theirs[:, :2]], axis=1)
+
+    def statistic(total: Floats) -> Floats:
+        return (total[..., 2] / total[..., 3]) / (total[..., 0] / total[..., 1])
+
+    return {"ratio": float(statistic(both.sum(0))), "ci95": bootstrap(both, statistic)}
+
+
+def measure(
+    conversations: Path = SAMPLES,
+    tokens: int | None = None,
+    held_out: int = 160,
+    epochs: int = 1,
+    seed: int = 0,
+    batch_tokens: int = 1024,
+) -> dict[str, Any]:
+    """Collect, train and replay both.
+
+    Args:
+        conversations: to train on and to validate with
+        tokens: take about so many of them; null takes all
+        held_out: conversations to replay
+        epochs: of each training
+        seed: of each training
+        batch_tokens: of a training step
+    """
+    ends = TargetEnds.load(DEFAULT_TARGET)
+    figures: dict[str, Any] = {"held_out": held_out, "epochs": epochs, "seed": seed, "heads": {}}
+    ledgers: dict[str, Ledger] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        stores = {name: Path(scratch) / name for name in FORMATS}
+        for name, folder in stores.items():
+            collect(Settings(conversations, folder, taps=TAPS, tap_format=name, max_tokens=tokens, held_out=0))
+        store = FeatureStore.open(stores["bf16"])
+        figures |= {"tokens": store.tokens, "supervised_tokens": store.supervised_tokens}
+        rows = split_rows(store, held_out)[1]
+        for name, folder in stores.items():
+            out = Path(scratch) / f"head-{name}"
+            recipe = {
+                "config": RECIPE,
+                "data.features": folder,
+                "data.held_out": held_out,
+                "out": out,
+                "seed": seed,
+                "optim.epochs": epochs,
+                "optim.batch_tokens": batch_tokens,
+                "save.every": 10**6,
+                "save.confirm": 0,
+                "log.wandb": "off",
+            }
+            options = [part for key, value in recipe.items() for part in (f"--{key}", str(value))]
+            subprocess.run([sys.executable, "train/eagle.py", *options], check=True, cwd=ROOT)
+            found = replay(load_head(out), ends, (store[row] for row in rows))
+            ledgers[name] = found.ledger
+            tau = mean_accepted_length(found.ledger)
+            figures["heads"][name] = {"tau": tau.micro, "tau_ci95": tau.ci95, "rounds": len(found.ledger.rounds)}
+            figures["heads"][name]["bytes"] = sum(path.stat().st_size for path in folder.iterdir())
+            print(f"{name}: {figures['heads'][name]}", flush=True)
+    figures["int8_over_bf16"] = ratio(ledgers["bf16"], ledgers["int8"])
+    print(figures["int8_over_bf16"])
+    return figures
+
+
+if __name__ == "__main__":
+    write_result("scale-tap_formats", auto_cli(measure, as_positional=False))
