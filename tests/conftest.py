@@ -38,6 +38,22 @@ def make_conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def random_answers(count: int, words: int) -> list[dict[str, Any]]:
+    """Rows of a conversations file: a number as the question, so many random words as the answer."""
+    source = random.Random(0)
+    return [
+        {
+            "id": f"answer-{number}",
+            "messages": [
+                {"role": "user", "content": str(number)},
+                {"role": "assistant", "content": " ".join(source.choices(TEXT.split(), k=words))},
+            ],
+            "finish_reason": "stop",
+        }
+        for number in range(count)
+    ]
+
+
 def write_conversations(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Write rows as JSON lines and return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from heads.medusa import MedusaConfig, MedusaHead
 from heads.provenance import head_facts
 from heads.target import Target, fingerprint_parts
 from heads.vocabulary import DraftVocabulary
-from tests.conftest import TEXT, save_tiny_target, write_conversations
+from tests.conftest import random_answers, save_tiny_target, write_conversations
 from tests.eval.eagle_heads import teach
 
 LAYERS, TAPS, STEPS = 8, (2, 4, 5), 3  # the taps are those that engines read of 8 layers
@@ -67,19 +66,7 @@ def open_clinic(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Clinic:
     """Twenty random words an answer; a rope base that matters within such short texts."""
     rope = {"rope_type": "default", "rope_theta": THETA}
     saved = save_tiny_target(folder / "target", tokenizer, num_hidden_layers=LAYERS, rope_parameters=rope)
-    source = random.Random(0)
-    rows = [
-        {
-            "id": f"answer-{number}",
-            "messages": [
-                {"role": "user", "content": str(number)},
-                {"role": "assistant", "content": " ".join(source.choices(TEXT.split(), k=20))},
-            ],
-            "finish_reason": "stop",
-        }
-        for number in range(TEXTS)
-    ]
-    conversations = write_conversations(folder / "answers.jsonl", rows)
+    conversations = write_conversations(folder / "answers.jsonl", random_answers(TEXTS, words=20))
     target = Target.load(str(saved), "float32", "cpu")
     texts = given_texts(target, conversations, TEXTS, 64).texts
     return Clinic(target, conversations, texts, {})

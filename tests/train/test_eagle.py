@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from heads.eagle import EagleHead
 from heads.errors import HeadwayError, sha256_file
 from heads.target import TargetEnds
 from heads.vocabulary import choose_vocabulary
-from tests.conftest import TEXT, make_conversations, save_tiny_target
+from tests.conftest import make_conversations, random_answers, save_tiny_target
 from tests.heads.plain_eagle import PlainUnroll
 from tests.train.by_hand import counted
 from tests.train.conftest import (
@@ -176,19 +175,7 @@ def test_a_store_without_the_taps_is_refused(train: Run, features: Path, tmp_pat
 
 def test_it_learns_short_conversations_by_heart(train: Run, tiny_target_dir: Path, tmp_path: Path):
     """Eight answers of ten random words: what comes next is learnt, at every step. The ninth is held out."""
-    source = random.Random(0)
-    rows = [
-        {
-            "id": f"short-{number}",
-            "messages": [
-                {"role": "user", "content": str(number)},
-                {"role": "assistant", "content": " ".join(source.choices(TEXT.split(), k=10))},
-            ],
-            "finish_reason": "stop",
-        }
-        for number in range(9)
-    ]
-    store = make_store(tmp_path, tiny_target_dir, rows, "1,2,3")
+    store = make_store(tmp_path, tiny_target_dir, random_answers(9, words=10), "1,2,3")
     settings = ("--data.held_out=1", "--optim.epochs=45", "--optim.batch_tokens=1000", "--optim.lr=2e-2")
     shape = ("--head.draft_vocab_size=null", '--head.losses={"ce": 1.0}', "--save.every=1000")
     last = metrics(train(f"--data.features={store}", *settings, *shape), "train")[-1]
