@@ -29,6 +29,7 @@ from heads.target import Target, fingerprint, resolve
 BASELINE, LOOKUP = "none", "lookup"
 MODEL, MEDUSA_TREE = "model", "medusa-tree"
 EAGLE_TREE, EAGLE_STATIC = "eagle-tree", "eagle-static"
+CPU_TREE = TreeSize(k=3, total=10, depth=4)  # on a GPU a pass over 60 tokens costs what one does, on a CPU it does not
 ADAPTIVE = "adaptive"  # before a colon and any other name: a controller sets the length of its drafts
 # Before a colon and a folder; a folder alone is a head, drafting a chain. The size of a dynamic tree may stand behind its
 # name: eagle-tree,k=4,total=24,depth=5:FOLDER
@@ -111,7 +112,7 @@ def _tree_drafter(name: str, head: Head, target: Target, draft_length: int | Non
     if prefix == EAGLE_STATIC and isinstance(head, EagleHead):
         return EagleTreeDrafter(head, _functions(target), read_tree(folder), draft_length, _compiled(target))
     if prefix == EAGLE_TREE and isinstance(head, EagleHead):
-        size = _tree_size(name)
+        size = _tree_size(name, CPU_TREE if target.device.type == "cpu" else TreeSize())
         size = replace(size, depth=_given(draft_length, size.depth))
         return DynamicTreeDrafter(head, _functions(target), size, _compiled(target))
     wanted = "Medusa" if prefix == MEDUSA_TREE else "EAGLE"
@@ -132,7 +133,7 @@ def check_name(name: str) -> None:
     """Raise HeadwayError for a name that is no drafter's, no head's folder and no head's on the Hub."""
     name = _without_adaptive(name)
     prefix, folder = _split(name)
-    _tree_size(name)
+    _tree_size(name, TreeSize())
     if prefix == MODEL:
         resolve(folder)
     elif name not in PLAIN:
@@ -179,8 +180,8 @@ def _split(name: str) -> tuple[str | None, str]:
     return (prefix, folder) if colon and prefix in PREFIXES else (None, name)
 
 
-def _tree_size(name: str) -> TreeSize:
-    """The size that a dynamic tree's name asks for. Raises HeadwayError for an option that it does not have."""
+def _tree_size(name: str, usual: TreeSize) -> TreeSize:
+    """The size that a dynamic tree's name asks for; what it leaves open is as usual. Raises HeadwayError for other options."""
     prefix, _ = _split(name)
     front, _, _ = name.partition(":")
     options = front.split(",")[1:] if prefix is not None else []
@@ -192,7 +193,7 @@ def _tree_size(name: str) -> TreeSize:
                 f"{name}: '{option}' is no option; only {EAGLE_TREE},k=4,total=24,depth=5:FOLDER has some"
             )
         asked[key] = int(value)
-    return TreeSize(**asked)
+    return replace(usual, **asked)
 
 
 def _fitting_head(folder: str, target: Target) -> Head:
