@@ -171,4 +171,6 @@ def measure(
 
 
 if __name__ == "__main__":
-    write_result("eagle-table", auto_cli(measure, as_positional=False))
+    figures = auto_cli(measure, as_positional=False)
+    sampled_alone = all(part.endswith("temperature 1") for part in figures["parts"])
+    write_result("eagle-table-temperature-1" if sampled_alone else "eagle-table", figures)
