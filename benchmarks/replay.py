@@ -136,8 +136,8 @@ def ranks_of(head: Head, target: Target, answers: Answers, steps: int) -> tuple[
 
 def measure(
     heads: list[Path], target: str = DEFAULT_TARGET, count: int = PROMPTS, tokens: int = TOKENS, steps: int = STEPS
-) -> dict[str, Any]:
-    """Compare every round.
+) -> None:
+    """Compare every round, and write the result after each run.
 
     Args:
         heads: folders of the heads
@@ -167,8 +167,8 @@ def measure(
                 }
                 figures["runs"].append(run | {"replay_s": replay_s, "decode_s": decode_s})
                 print(figures["runs"][-1], flush=True)
-    return figures
+                write_result("eagle-replay", figures)  # what is done stays, however the rest ends
 
 
 if __name__ == "__main__":
-    write_result("eagle-replay", auto_cli(measure, as_positional=False))
+    auto_cli(measure, as_positional=False)
