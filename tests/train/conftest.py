@@ -85,6 +85,7 @@ def medusa_recipe(features: Path, target: Path) -> dict[str, Any]:
     return {
         "target": str(target),
         "seed": 3,
+        "precision": "fp32",  # on every CPU
         "data": {"features": str(features), "held_out": 6},
         "head": {"num_heads": 3, "draft_vocab_size": 40},
         "optim": {"lr": 3e-3, "epochs": 3, "batch_tokens": 1024, "warmup": 0.25},
@@ -98,6 +99,7 @@ def eagle_recipe(features: Path, target: Path) -> dict[str, Any]:
     return {
         "target": str(target),
         "seed": 3,
+        "precision": "fp32",  # on every CPU
         "data": {"features": str(features), "held_out": 5},
         "head": {"steps": 3, "draft_vocab_size": 40},
         "optim": {"lr": 3e-3, "epochs": 2, "batch_tokens": 600, "warmup": 0.25},

@@ -39,7 +39,12 @@ def recipe_file(tmp_path: Path, conversations: Path, tiny_target_dir: Path) -> P
         "target": str(tiny_target_dir),
         "out": str(tmp_path / "head"),
         "seed": 3,
-        "data": {"conversations": str(conversations), "held_out": 5, "online": {"batch_tokens": 300}},
+        "precision": "fp32",
+        "data": {
+            "conversations": str(conversations),
+            "held_out": 5,
+            "online": {"batch_tokens": 300, "dtype": "float32"},
+        },
         "head": {"draft_vocab_size": 40},
         "optim": {"lr": 3e-3, "epochs": 2, "batch_tokens": 600, "warmup": 0.25},
         "save": {"every": 3, "confirm": 0},

@@ -27,6 +27,7 @@ def recipe(folder: Path, target: Path, head: dict[str, object]) -> Path:
     content = {
         "target": str(target),
         "seed": 3,
+        "precision": "fp32",
         "head": head,
         "data": {"held_out": 5},
         "optim": {"lr": 3e-3, "epochs": 1, "batch_tokens": 600, "warmup": 0.25},
