@@ -61,7 +61,10 @@ def run_recipe(recipe: Recipe, make_method: Callable[[Any, FeatureStore, TargetE
         accelerator.print(f"{recipe.out}: already finished (replayed tau {best['replayed_tau']:.3f}); nothing to do")
         return
     store = _open(recipe, planned, accelerator)
-    ends = TargetEnds.load(recipe.target, device=str(accelerator.device))
+    dtype = (
+        "float32" if accelerator.mixed_precision == "no" else "auto"
+    )  # the teacher as precise as what learns from it
+    ends = TargetEnds.load(recipe.target, dtype, str(accelerator.device))
     method = make_method(recipe, store, ends)
     coverage = " ".join(f"{kind} {share:.2%}" for kind, share in method.coverage.items())
     accelerator.print(

@@ -62,7 +62,7 @@ def test_validation_figures_equal_a_plain_unroll(
     """The best checkpoint's logged accuracies, counted again on every row of the held-out conversations."""
     folder = train(*(EAGLE1 if kind == "eagle" else ()))
     assert "coverage: training " in capsys.readouterr().out
-    head, store, ends = read(folder), FeatureStore.open(tapped), TargetEnds.load(str(tiny_target_dir))
+    head, store, ends = read(folder), FeatureStore.open(tapped), TargetEnds.load(str(tiny_target_dir), "float32")
     assert isinstance(head, Eagle1Head if kind == "eagle" else Eagle3Head)
     drafted = []
     for row in split_rows(store, 5)[1]:
@@ -96,7 +96,7 @@ def test_going_on_from_a_parent_keeps_its_vocabulary(train: Run, tiny_target_dir
     child = train(f"--head.parent={parent}", features, "--optim.max_steps=1", "--optim.lr=1e-9", out="child")
     ids = [read(folder).target_ids().tolist() for folder in (parent, child)]
     counts_V = supervised_counts(FeatureStore.open(other), 5)["training"]
-    specials = special_ids(TargetEnds.load(str(tiny_target_dir)).tokenizer)
+    specials = special_ids(TargetEnds.load(str(tiny_target_dir), "float32").tokenizer)
     assert ids[0] == ids[1] != choose_vocabulary(counts_V, 40, specials).ids_D.tolist()
     assert read(child).manifest["parent"]["manifest_sha256"] == sha256_file(parent / MANIFEST)
     before, after = load_file(parent / WEIGHTS), load_file(child / WEIGHTS)
@@ -146,7 +146,9 @@ def test_full_vocabulary_and_a_frozen_output(train: Run, tiny_target_dir: Path):
     folder = train("--head.draft_vocab_size=null", "--head.train_output=false", "--optim.max_steps=2")
     head = read(folder)
     assert "d2t" not in head.state_dict()
-    assert torch.equal(head.state_dict()["lm_head.weight"], TargetEnds.load(str(tiny_target_dir)).lm_head_weight)
+    assert torch.equal(
+        head.state_dict()["lm_head.weight"], TargetEnds.load(str(tiny_target_dir), "float32").lm_head_weight
+    )
 
 
 @pytest.mark.parametrize(("layers", "taps"), [(1, "0"), (2, "0,1"), (5, "1,2,4")])

@@ -37,7 +37,7 @@ def test_weights_equal_a_hand_written_loop(run: Run, features: Path, tiny_target
     head = MedusaHead(finished.config)
     head.d2t.copy_(finished.d2t)
     head.t2d.copy_(finished.t2d)
-    lm_head_VH = TargetEnds.load(str(tiny_target_dir)).lm_head_weight
+    lm_head_VH = TargetEnds.load(str(tiny_target_dir), "float32").lm_head_weight
     head.lm_head.weight.data.copy_(lm_head_VH[finished.target_ids()])
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for window in windows:
@@ -117,7 +117,9 @@ def test_soft_labels_and_the_shared_output_train(run: Run, tiny_target_dir: Path
     rows = metrics(folder, "train")
     assert sum(row["loss"] for row in rows[-3:]) < 0.9 * sum(row["loss"] for row in rows[:3])
     head = load_head(folder)
-    assert torch.equal(head.lm_head.weight, TargetEnds.load(str(tiny_target_dir)).lm_head_weight[head.target_ids()])
+    assert torch.equal(
+        head.lm_head.weight, TargetEnds.load(str(tiny_target_dir), "float32").lm_head_weight[head.target_ids()]
+    )
     trained = run("--head.output=shared", "--head.train_output=true", "--optim.max_steps=3", out="trained")
     assert not torch.equal(load_head(trained).lm_head.weight, head.lm_head.weight)
 
@@ -126,7 +128,7 @@ def test_packing_keeps_conversations_apart(features: Path, tiny_target_dir: Path
     """Rows of one pack equal those of its conversations taken one by one."""
     store = FeatureStore.open(features)
     recipe = medusa.MedusaRecipe(data=Data(held_out=6), head=medusa.Heads(draft_vocab_size=None))
-    method = medusa.MedusaMethod(recipe, store, TargetEnds.load(str(tiny_target_dir)))
+    method = medusa.MedusaMethod(recipe, store, TargetEnds.load(str(tiny_target_dir), "float32"))
     rows = [store[row] for row in range(5)]
     together, apart = method.batch(rows), [method.batch([row]) for row in rows]
     assert torch.equal(method.counts(together), sum(method.counts(batch) for batch in apart))

@@ -111,7 +111,9 @@ def opened(recipe: Any, said: list[str] | None = None) -> tuple[OnlinePlan, Onli
 
 
 def eagle_recipe(target: Path, conversations: Path, **data: Any) -> EagleRecipe:
-    settings = Data(conversations=str(conversations), held_out=5, online=Online(batch_tokens=600), **data)
+    settings = Data(
+        conversations=str(conversations), held_out=5, online=Online(dtype="float32", batch_tokens=600), **data
+    )
     return EagleRecipe(target=str(target), data=settings, head=Eagle())
 
 
