@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs" / "recipes" / "smollm2-eagle3.yaml"
 FORMATS = ("bf16", "int8")
 TAPS = "2,15,27"
+STEPS = 4  # of the chain that is replayed
 
 
 def ratio(first: Ledger, second: Ledger) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def measure(
         seed: of each training
         batch_tokens: of a training step
     """
-    ends = TargetEnds.load(DEFAULT_TARGET)
+    ends = TargetEnds.load(DEFAULT_TARGET, "float32")
     figures: dict[str, Any] = {"held_out": held_out, "epochs": epochs, "seed": seed, "heads": {}}
     ledgers: dict[str, Ledger] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -92,7 +93,7 @@ def measure(
             }
             options = [part for key, value in recipe.items() for part in (f"--{key}", str(value))]
             subprocess.run([sys.executable, "train/eagle.py", *options], check=True, cwd=ROOT)
-            found = replay(load_head(out), ends, (store[row] for row in rows))
+            found = replay(load_head(out), ends, (store[row] for row in rows), STEPS)
             ledgers[name] = found.ledger
             tau = mean_accepted_length(found.ledger)
             figures["heads"][name] = {"tau": tau.micro, "tau_ci95": tau.ci95, "rounds": len(found.ledger.rounds)}
