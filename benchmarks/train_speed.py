@@ -60,7 +60,7 @@ class Ours:
             save=Save(confirm=0),
         )
         self.store = FeatureStore.open(features)
-        self.ends = TargetEnds.load(DEFAULT_TARGET)
+        self.ends = TargetEnds.load(DEFAULT_TARGET, "float32" if precision == "fp32" else "bfloat16")
         self.method = EagleMethod(self.recipe, self.store, self.ends)
         self.steps: Steps = prepare(self.method, self.recipe, self.store, make_accelerator(self.recipe))
         self.rows: list[int] = []
