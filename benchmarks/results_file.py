@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eval.report.made_by import machine, versions
+from eval.report.made_by import machine, software
 from heads.errors import atomic_write_text
 
 RESULTS = Path(__file__).parent / "results"
@@ -22,7 +22,7 @@ def write_result(name: str, figures: Any, folder: Path = RESULTS) -> Path:
     content = {
         "name": name,
         "command": " ".join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]]),
-        "versions": versions(),
+        "versions": software(),
         "machine": machine(),
         "figures": figures,
     }

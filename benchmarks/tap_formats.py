@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +55,7 @@ def measure(
     epochs: int = 1,
     seed: int = 0,
     batch_tokens: int = 1024,
+    folder: Path = Path("artifacts/tap_formats"),
 ) -> dict[str, Any]:
     """Collect, train and replay both.
 
@@ -66,39 +66,40 @@ def measure(
         epochs: of each training
         seed: of each training
         batch_tokens: of a training step
+        folder: of the stores and the heads, which stay; a run that was killed goes on with them
     """
     ends = TargetEnds.load(DEFAULT_TARGET, "float32")
     figures: dict[str, Any] = {"held_out": held_out, "epochs": epochs, "seed": seed, "heads": {}}
     ledgers: dict[str, Ledger] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        stores = {name: Path(scratch) / name for name in FORMATS}
-        for name, folder in stores.items():
-            collect(Settings(conversations, folder, taps=TAPS, tap_format=name, max_tokens=tokens, held_out=0))
-        store = FeatureStore.open(stores["bf16"])
-        figures |= {"tokens": store.tokens, "supervised_tokens": store.supervised_tokens}
-        rows = split_rows(store, held_out)[1]
-        for name, folder in stores.items():
-            out = Path(scratch) / f"head-{name}"
-            recipe = {
-                "config": RECIPE,
-                "data.features": folder,
-                "data.held_out": held_out,
-                "out": out,
-                "seed": seed,
-                "optim.epochs": epochs,
-                "optim.batch_tokens": batch_tokens,
-                "save.every": 10**6,
-                "save.confirm": 0,
-                "log.wandb": "off",
-            }
-            options = [part for key, value in recipe.items() for part in (f"--{key}", str(value))]
-            subprocess.run([sys.executable, "train/eagle.py", *options], check=True, cwd=ROOT)
-            found = replay(load_head(out), ends, (store[row] for row in rows), STEPS)
-            ledgers[name] = found.ledger
-            tau = mean_accepted_length(found.ledger)
-            figures["heads"][name] = {"tau": tau.micro, "tau_ci95": tau.ci95, "rounds": len(found.ledger.rounds)}
-            figures["heads"][name]["bytes"] = sum(path.stat().st_size for path in folder.iterdir())
-            print(f"{name}: {figures['heads'][name]}", flush=True)
+    folder = folder.resolve()  # the trainer runs in another one
+    stores = {name: folder / name for name in FORMATS}
+    for name, features in stores.items():
+        collect(Settings(conversations, features, taps=TAPS, tap_format=name, max_tokens=tokens, held_out=0))
+    store = FeatureStore.open(stores["bf16"])
+    figures |= {"tokens": store.tokens, "supervised_tokens": store.supervised_tokens}
+    rows = split_rows(store, held_out)[1]
+    for name, features in stores.items():
+        out = folder / f"head-{name}"
+        recipe = {
+            "config": RECIPE,
+            "data.features": features,
+            "data.held_out": held_out,
+            "out": out,
+            "seed": seed,
+            "optim.epochs": epochs,
+            "optim.batch_tokens": batch_tokens,
+            "save.every": 10**6,
+            "save.confirm": 0,
+            "log.wandb": "off",
+        }
+        options = [part for key, value in recipe.items() for part in (f"--{key}", str(value))]
+        subprocess.run([sys.executable, "train/eagle.py", *options], check=True, cwd=ROOT)
+        found = replay(load_head(out), ends, (store[row] for row in rows), STEPS)
+        ledgers[name] = found.ledger
+        tau = mean_accepted_length(found.ledger)
+        figures["heads"][name] = {"tau": tau.micro, "tau_ci95": tau.ci95, "rounds": len(found.ledger.rounds)}
+        figures["heads"][name]["bytes"] = sum(path.stat().st_size for path in features.iterdir())
+        print(f"{name}: {figures['heads'][name]}", flush=True)
     figures["int8_over_bf16"] = ratio(ledgers["bf16"], ledgers["int8"])
     print(figures["int8_over_bf16"])
     return figures

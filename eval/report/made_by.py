@@ -14,10 +14,16 @@ from heads.versions import versions
 PACKAGES = ("headway", "torch", "transformers", "numpy")
 
 
+def software() -> dict[str, str]:
+    """Versions of Python and of the packages that figures depend on."""
+    return {"python": platform.python_version(), **versions(*PACKAGES)}
+
+
 def machine() -> dict[str, Any]:
     """The processor, how much of it torch uses, and the CUDA device where there is one."""
     return {
         "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -26,9 +32,9 @@ def machine() -> dict[str, Any]:
 
 
 def made_by(heads: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """`heads`: folder -> manifest. The versions are those of Python and of the packages that figures depend on."""
+    """`heads`: folder -> manifest."""
     return {
-        "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
+        "versions": software(),
         "machine": machine(),
         "heads": heads,
     }
