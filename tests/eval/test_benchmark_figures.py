@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from benchmarks import tap_formats, train_speed
 from benchmarks.results_file import write_result
-
 from eval.ledger import Ledger, Round
 
 
