@@ -18,6 +18,7 @@ from eval.drafters.model import ModelDrafter
 from eval.drafters.none import NoDrafter
 from eval.drafters.suffix import SuffixDrafter
 from eval.lean import lean_decoder
+from eval.tree import TreeShape
 from heads import load_head
 from heads.checkpoint import Head, read_manifest
 from heads.eagle import EagleHead
@@ -105,12 +106,19 @@ def build(name: str, target: Target, draft_length: int | None) -> Contender:
     return Contender(name, HEAD_DRAFTERS[kind](head, target, draft_length), folder)
 
 
+def static_tree(head: MedusaHead | EagleHead, target: Target, shape: TreeShape, draft_length: int | None) -> Drafter:
+    """A drafter of one fixed tree, without the nodes deeper than the draft length."""
+    if isinstance(head, MedusaHead):
+        return MedusaTreeDrafter(head, shape, draft_length)
+    return EagleTreeDrafter(head, _functions(target), shape, draft_length, _compiled(target))
+
+
 def _tree_drafter(name: str, head: Head, target: Target, draft_length: int | None) -> Drafter:
     prefix, folder = _split(name)
-    if prefix == MEDUSA_TREE and isinstance(head, MedusaHead):
-        return MedusaTreeDrafter(head, read_tree(folder), draft_length)
-    if prefix == EAGLE_STATIC and isinstance(head, EagleHead):
-        return EagleTreeDrafter(head, _functions(target), read_tree(folder), draft_length, _compiled(target))
+    if (prefix == MEDUSA_TREE and isinstance(head, MedusaHead)) or (
+        prefix == EAGLE_STATIC and isinstance(head, EagleHead)
+    ):
+        return static_tree(head, target, read_tree(folder), draft_length)
     if prefix == EAGLE_TREE and isinstance(head, EagleHead):
         size = _tree_size(name, CPU_TREE if target.device.type == "cpu" else TreeSize())
         size = replace(size, depth=_given(draft_length, size.depth))

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from data_prep.store import FeatureStore
 from eval.contenders import build
 from eval.decode import Settings, decode
 from eval.drafters.medusa import TREE, MedusaTreeDrafter, read_tree
-from eval.grow_tree import Options, grow_tree, held_out_rows, measure_ranks
+from eval.grow_tree import SIZES, Options, grow_tree, held_out_rows, measure_ranks, prompt_of, round_costs
 from eval.growth import PRIOR, accepted_length, conditional_accuracies, grow, measured_shares
 from eval.tree import TreeShape
 from heads.checkpoint import MANIFEST
@@ -251,6 +252,43 @@ def test_grown_saved_and_drafted(
     (folder / TREE).write_text("[]")
     with pytest.raises(HeadwayError, match="not a candidate tree"):
         read_tree(folder)
+
+
+def test_the_size_is_the_one_that_decodes_fastest(
+    head: MedusaHead, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made-up costs: where nodes cost nothing the most accepted drafts decide, where they cost much the smallest tree wins."""
+    head.save_pretrained(tmp_path)
+    options = Options(head=tmp_path, ranks=100, features=store, device="cpu")
+    alone = {size: grow_tree(replace(options, size=size)) for size in SIZES}
+    for per_node, wanted in ((0.0, max(SIZES, key=lambda size: alone[size]["accepted"])), (0.5, SIZES[0])):
+        monkeypatch.setattr(
+            "eval.grow_tree.round_costs",
+            lambda head, target, shapes, rows, cost=per_node: {size: 1 + cost * size for size in shapes},
+        )
+        grown = grow_tree(options)
+        assert len(grown["paths"]) == wanted
+        assert grown == {**alone[wanted], "sizes_tried": grown["sizes_tried"]}
+        for row, size in zip(grown["sizes_tried"], SIZES, strict=True):
+            speedup = (1 + alone[size]["accepted"]) / (1 + per_node * size)
+            assert row["speedup"] == pytest.approx(speedup)
+
+
+def test_rounds_are_timed_by_decoding(head: MedusaHead, target: Target, store: Path) -> None:
+    """Every size decodes the same prompts; a tree's round does what the baseline's does and more."""
+    rows = held_out_rows(FeatureStore.open(store), 5)
+    shapes = {4: TreeShape.of([(0,), (1,), (2,), (0, 0)]), 11: WIDE}
+    found = round_costs(head, target, shapes, rows)
+    assert list(found) == [4, 11]
+    assert all(1 < cost < 100 for cost in found.values())
+
+
+def test_a_prompt_ends_where_the_first_answer_begins(store: Path) -> None:
+    for stored in held_out_rows(FeatureStore.open(store), 5):
+        prompt = prompt_of(stored)
+        assert prompt == stored.ids_T[: len(prompt)].tolist()
+        assert stored.turn_T[: len(prompt)].tolist() == [0] * len(prompt)
+        assert stored.turn_T[len(prompt)] > 0
 
 
 def test_grown_for_an_eagle_head(
