@@ -130,7 +130,7 @@ def measure_set(
 def measure(
     heads: list[str],
     conversations: Path,
-    spec_bench: Path,
+    spec_bench: Path | None = None,
     target: str = DEFAULT_TARGET,
     dtype: str = "bfloat16",
     held_out: int = 64,
@@ -138,13 +138,14 @@ def measure(
     per_category: int = 3,
     tokens: int = 64,
     laws: Sequence[Law] = LAWS,
-) -> dict[str, Any]:
+    result: str = "eagle-table",
+) -> None:
     """Measure all drafters on both sets under the laws asked for.
 
     Args:
         heads: heads as `eval/measure.py --head` takes them; no draft and lookup are always there
         conversations: what the store of the heads was collected from
-        spec_bench: Spec-Bench's question.jsonl
+        spec_bench: Spec-Bench's question.jsonl; null measures in domain alone
         target: the heads' target
         dtype: of target and heads
         held_out: as it was given to collect.py
@@ -152,11 +153,14 @@ def measure(
         per_category: questions of each category of Spec-Bench
         tokens: of each answer at most
         laws: greedy, temperature 1, or both
+        result: name of the file in benchmarks/results/
     """
     console = Console(width=140)
     model = Target.load(target, dtype)
     contenders = [build(name, model, None) for name in (BASELINE, LOOKUP, *heads)]
-    sets = [in_domain_set(conversations, held_out, count, model), spec_bench_set(spec_bench, per_category, model)]
+    sets = [in_domain_set(conversations, held_out, count, model)]
+    if spec_bench is not None:
+        sets.append(spec_bench_set(spec_bench, per_category, model))
     parts = {}
     for chosen in sets:
         for law in laws:
@@ -167,10 +171,8 @@ def measure(
                 line = f"{chosen.name}, {law}: {name}: tau {cell['tau']:.3f}, decode {cell['decode_speedup']:.3f}x"
                 console.print(line, markup=False, soft_wrap=True)
     made = {name: manifest for name in heads if (manifest := origin(name)) is not None}
-    return {"dtype": dtype, "tokens": tokens, "parts": parts, "heads": made}
+    write_result(result, {"dtype": dtype, "tokens": tokens, "parts": parts, "heads": made})
 
 
 if __name__ == "__main__":
-    figures = auto_cli(measure, as_positional=False)
-    sampled_alone = all(part.endswith("temperature 1") for part in figures["parts"])
-    write_result("eagle-table-temperature-1" if sampled_alone else "eagle-table", figures)
+    auto_cli(measure, as_positional=False)
