@@ -11,38 +11,33 @@ some of it. Shapes: P positions, S steps (heads), R ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
-from rich.console import Console
 from torch import Tensor
 
 from data_prep.store import MANIFEST as STORE_MANIFEST
 from data_prep.store import FeatureStore, StoredConversation
-from eval.contenders import BASELINE, Contender, build, static_tree
-from eval.decode import Settings
 from eval.drafters.medusa import TREE
 from eval.growth import accepted_length, conditional_accuracies, grow, measured_shares
-from eval.metrics import costs
-from eval.progress import Steps
-from eval.protocol import Plan, run
-from eval.replay import chain, text_ranks
+from eval.replay import chain as chain_shape
+from eval.replay import text_ranks
 from eval.replay_steps import most_steps
-from eval.tree import TreeShape
+from eval.tree_size import PROMPTS, SIZES, TOKENS, Tried, round_cost, try_sizes
 from heads import load_head
 from heads.checkpoint import MANIFEST, Head
 from heads.command_line import parse_arguments
 from heads.eagle import EagleHead
 from heads.errors import HeadwayError, atomic_write_text, run_script, sha256_file
 from heads.medusa import MedusaHead
-from heads.target import Target, TargetEnds, auto_device
+from heads.target import Target, TargetEnds, auto_device, auto_dtype
 
-SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes beside the root
-TRIED_PROMPTS, TRIED_TOKENS = 4, 32  # decoded with each size
+MOST = 1024  # nodes of a tree: each is a row of every verification pass
 
 
 @dataclass(frozen=True)
@@ -91,46 +86,44 @@ def grow_tree(options: Options) -> dict[str, Any]:
 
     Raises HeadwayError for a head of another kind, a store of another target, and a store with nothing held out.
     """
-    head = load_head(options.head, device=auto_device(options.device), dtype=torch.float32)
+    for option in ("ranks", "depth"):
+        if getattr(options, option) < 1:
+            raise HeadwayError(f"{option} {getattr(options, option)}: give at least 1")
+    if options.size is not None and not 1 <= options.size <= MOST:
+        raise HeadwayError(f"size {options.size}: give 1 to {MOST} nodes, such as 8 to 64, or none to try some")
+    device = auto_device(options.device)
+    auto_dtype(options.dtype, device)
+    head = load_head(options.head, device=device, dtype=torch.float32)
     if isinstance(head, MedusaHead) and head.config.hydra:
         raise HeadwayError(
             f"{options.head}: Hydra heads draft a chain; trees are grown for heads that share candidates"
         )
-    for name in ("ranks", "depth"):
-        if getattr(options, name) < 1:
-            raise HeadwayError(f"{name} {getattr(options, name)}: give at least 1")
     depth = most_steps(head) or options.depth
     data = head.manifest.get("recipe", {}).get("data", {})
     folder = options.features or (Path(data["features"]) if data.get("features") else None)
     held_out = options.held_out if options.held_out is not None else data.get("held_out")
     if folder is None or held_out is None:
         raise HeadwayError(f"{options.head / MANIFEST}: names no feature store; give --features and --held_out")
-    rows = held_out_rows(_open(folder, head), held_out)
+    conversations = held_out_conversations(_open(folder, head), held_out)
     name = options.target or head.manifest["target"]["name"]
-    ends = TargetEnds.load(name, "float32", str(auto_device(options.device)))
+    ends = TargetEnds.load(name, "float32", str(device))
     if ends.fingerprint != head.manifest["target"]["fingerprint"]:
         raise HeadwayError(f"{options.head}: trained for another target than '{name}'; give --target the one it is for")
-    halves = [measure_ranks(head, ends, half, options.ranks, depth) for half in (rows[::2], rows[1::2])]
+    halves = [
+        measure_ranks(head, ends, chain.from_iterable(half), options.ranks, depth)
+        for half in (conversations[::2], conversations[1::2])
+    ]
     ranks_PS = torch.cat(halves)
     accuracy_SR = conditional_accuracies(ranks_PS, options.ranks)
     shares = measured_shares(ranks_PS, options.ranks)
-    tried: list[dict[str, float]] = []
-    size = options.size
-    if size is None:
-        target = Target.load(name, options.dtype, options.device)
-        quick = load_head(options.head, device=target.device, dtype=target.dtype)
-        assert isinstance(quick, MedusaHead | EagleHead)  # no other could be replayed
-        shapes = {each: grow(shares, each) for each in SIZES}
-        for each, cost in round_costs(quick, target, shapes, rows).items():
-            accepted = _accepted_elsewhere(halves, options.ranks, each)
-            tried.append({"size": each, "accepted": accepted, "round_cost": cost, "speedup": (1 + accepted) / cost})
-        size = int(max(tried, key=lambda row: row["speedup"])["size"])
+    tried = _tried(options, name, halves, conversations) if options.size is None else []
+    size = max(tried, key=lambda each: each.speedup).size if options.size is None else options.size
     shape = grow(shares, size)
     grown = {
         "paths": [list(path) for path in shape.paths],
         "accepted": _accepted_elsewhere(halves, options.ranks, size),
-        "sizes_tried": tried,
-        "accepted_by_chain": accepted_length(ranks_PS, chain(depth)),
+        "sizes_tried": [asdict(each) | {"speedup": each.speedup} for each in tried],
+        "accepted_by_chain": accepted_length(ranks_PS, chain_shape(depth)),
         "conditional_accuracies": [[round(share, 6) for share in row] for row in accuracy_SR.tolist()],
         "positions": len(ranks_PS),
         "conversations": held_out,
@@ -141,19 +134,29 @@ def grow_tree(options: Options) -> dict[str, Any]:
     return grown
 
 
-def round_costs(
-    head: MedusaHead | EagleHead, target: Target, shapes: Mapping[int, TreeShape], rows: Sequence[StoredConversation]
-) -> dict[int, float]:
-    """A round's cost with each tree, in target steps, from decoding the first prompts of `rows`, all trees in turn."""
-    trees = [Contender(str(size), static_tree(head, target, shape, None), None) for size, shape in shapes.items()]
-    contenders = [build(BASELINE, target, None), *trees]
-    plan = Plan([prompt_of(row) for row in rows[:TRIED_PROMPTS]], [], Settings(TRIED_TOKENS), repeats=1)
-    with Steps(plan.work(len(contenders)), Console()) as steps:
-        ledgers = run(target, contenders, plan, steps).ledgers
-    found = {size: costs(ledgers[str(size)], ledgers[BASELINE]) for size in shapes}
-    if not all(found.values()):
-        raise HeadwayError("tree: the held-out prompts are answered with nothing, so no size can be tried; give --size")
-    return {size: cost.total for size, cost in found.items() if cost is not None}
+def _tried(
+    options: Options, name: str, halves: list[Tensor], conversations: list[list[StoredConversation]]
+) -> list[Tried]:
+    """Trees of some sizes decoded on the device, each printed when it is done."""
+    target = Target.load(name, options.dtype, options.device)
+    head = load_head(options.head, device=target.device, dtype=target.dtype)
+    assert isinstance(head, MedusaHead | EagleHead)  # no other could be replayed
+    shares = measured_shares(torch.cat(halves), options.ranks)
+    prompts = [prompt_of(rows[0]) for rows in conversations[:PROMPTS]]
+    print(f"trying trees of {SIZES[0]} nodes and more, {len(prompts)} prompts x {TOKENS} tokens each", flush=True)
+    tried = []
+    for each in try_sizes(
+        (grow(shares, size) for size in SIZES),
+        lambda nodes: _accepted_elsewhere(halves, options.ranks, nodes),
+        lambda shape: round_cost(head, target, shape, prompts),
+    ):
+        print(
+            f"{each.size:3} nodes: {each.accepted:.3f} drafts accepted a round of {each.round_cost:.2f} target steps, "
+            f"about {each.speedup:.2f}x",
+            flush=True,
+        )
+        tried.append(each)
+    return tried
 
 
 def prompt_of(stored: StoredConversation) -> list[int]:
@@ -180,14 +183,14 @@ def _open(folder: Path, head: Head) -> FeatureStore:
     return store
 
 
-def held_out_rows(store: FeatureStore, count: int) -> list[StoredConversation]:
-    """The `count` conversations whose ids have the smallest SHA-256: those that training leaves out."""
+def held_out_conversations(store: FeatureStore, count: int) -> list[list[StoredConversation]]:
+    """The rows of the `count` conversations whose ids have the smallest SHA-256: those that training leaves out."""
     conversations = store.conversations_by_hash()
     if not 2 <= count <= len(conversations):
         raise HeadwayError(
             f"{store.folder}: {count} conversations held out of {len(conversations)}; give --held_out a number in it"
         )
-    return [store[row] for rows in conversations[:count] for row in rows]
+    return [[store[row] for row in rows] for rows in conversations[:count]]
 
 
 def main() -> None:
@@ -196,11 +199,6 @@ def main() -> None:
     parser.add_class_arguments(Options)
     options = Options(**parse_arguments(parser).as_dict())
     grown = grow_tree(options)
-    for row in grown["sizes_tried"]:
-        print(
-            f"{row['size']:3} nodes: {row['accepted']:.3f} drafts accepted a round, which costs {row['round_cost']:.2f} target "
-            f"steps: {row['speedup']:.2f}x expected"
-        )
     print(
         f"{options.head / TREE}: {len(grown['paths'])} nodes, {grown['accepted']:.3f} drafts accepted a round at "
         f"{grown['positions']:,} held-out positions (the chain: {grown['accepted_by_chain']:.3f})"

@@ -131,10 +131,17 @@ def _template_bytes(folder: Path) -> bytes:
 
 
 def auto_device(device: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU."""
-    if device != "auto":
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """`auto` is CUDA where there is one, else the CPU. Raises HeadwayError for a device that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise HeadwayError(f"device '{device}': unknown; use auto, cpu, cuda, cuda:1 ...") from error
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise HeadwayError(f"device '{device}': there are {count} CUDA devices here; use auto or cpu, or number from 0")
+    return found
 
 
 def auto_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -10,19 +10,21 @@ import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from data_prep.collect import Settings as CollectSettings
 from data_prep.collect import collect
-from data_prep.store import FeatureStore
+from data_prep.store import FeatureStore, StoredConversation
 from eval.contenders import build
 from eval.decode import Settings, decode
 from eval.drafters.medusa import TREE, MedusaTreeDrafter, read_tree
-from eval.grow_tree import SIZES, Options, grow_tree, held_out_rows, measure_ranks, prompt_of, round_costs
+from eval.grow_tree import Options, grow_tree, held_out_conversations, measure_ranks, prompt_of
 from eval.growth import PRIOR, accepted_length, conditional_accuracies, grow, measured_shares
 from eval.tree import TreeShape
+from eval.tree_size import PATIENCE, SIZES, round_cost, try_sizes
 from heads.checkpoint import MANIFEST
 from heads.errors import HeadwayError
 from heads.medusa import MedusaConfig, MedusaHead
@@ -146,6 +148,10 @@ def test_greedy_equals_generate(
             assert [output.ids for output in ledger.outputs] == [expected[number] for number in some]
 
 
+def held_out_rows(store: Path, count: int) -> list[StoredConversation]:
+    return list(itertools.chain.from_iterable(held_out_conversations(FeatureStore.open(store), count)))
+
+
 def rank_paths(target: Target, head: MedusaHead, ids: list[int]) -> list[list[int]]:
     """At each position t, the ranks that the heads give tokens t + 2, t + 3, ... by a plain pass and a full sort."""
     last_TH = target.states(torch.tensor([ids])).last[0]
@@ -199,7 +205,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, tiny_
 
 
 def test_measured_ranks_equal_a_full_sort(head: MedusaHead, store: Path, target: Target) -> None:
-    conversations = held_out_rows(FeatureStore.open(store), 3)
+    conversations = held_out_rows(store, 3)
     assert len({stored.id for stored in conversations}) == 3
     ranks_PK = measure_ranks(head, target.ends, conversations, 5, HEADS)
     wanted = []
@@ -231,7 +237,7 @@ def test_grown_saved_and_drafted(
     grown = grow_tree(Options(head=folder, size=8, ranks=100, features=store, device="cpu"))
     shape = read_tree(folder)
     assert len(shape.paths) == 8
-    rows = held_out_rows(FeatureStore.open(store), 5)
+    rows = held_out_rows(store, 5)
     ranks = [measure_ranks(head.float(), target.ends, rows[first::2], 100, HEADS) for first in (0, 1)]
     head.double()
     across = [accepted_length(ranks[1 - half], grow(measured_shares(ranks[half], 100), 8)) for half in (0, 1)]
@@ -254,37 +260,48 @@ def test_grown_saved_and_drafted(
         read_tree(folder)
 
 
+@pytest.mark.parametrize("per_node", [0.0, 0.03, 0.5])
 def test_the_size_is_the_one_that_decodes_fastest(
-    head: MedusaHead, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head: MedusaHead, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_node: float
 ) -> None:
-    """Made-up costs: where nodes cost nothing the most accepted drafts decide, where they cost much the smallest tree wins."""
+    """Made-up costs of a node: the tree is the one that its size alone would give, and no size tried is faster."""
     head.save_pretrained(tmp_path)
     options = Options(head=tmp_path, ranks=100, features=store, device="cpu")
     alone = {size: grow_tree(replace(options, size=size)) for size in SIZES}
-    for per_node, wanted in ((0.0, max(SIZES, key=lambda size: alone[size]["accepted"])), (0.5, SIZES[0])):
-        monkeypatch.setattr(
-            "eval.grow_tree.round_costs",
-            lambda head, target, shapes, rows, cost=per_node: {size: 1 + cost * size for size in shapes},
-        )
-        grown = grow_tree(options)
-        assert len(grown["paths"]) == wanted
-        assert grown == {**alone[wanted], "sizes_tried": grown["sizes_tried"]}
-        for row, size in zip(grown["sizes_tried"], SIZES, strict=True):
-            speedup = (1 + alone[size]["accepted"]) / (1 + per_node * size)
-            assert row["speedup"] == pytest.approx(speedup)
+    monkeypatch.setattr(
+        "eval.grow_tree.round_cost", lambda head, target, shape, prompts: 1 + per_node * len(shape.paths)
+    )
+    grown = grow_tree(options)
+    tried = grown.pop("sizes_tried")
+    for row in tried:
+        assert row["accepted"] == alone[row["size"]]["accepted"]
+        assert row["speedup"] == pytest.approx((1 + row["accepted"]) / (1 + per_node * row["size"]))
+    size = max(tried, key=lambda row: row["speedup"])["size"]
+    assert grown == {key: value for key, value in alone[size].items() if key != "sizes_tried"}
+    assert (len(tried) == PATIENCE + 1) == (per_node > 0)  # where nodes cost something, the smallest tree wins here
 
 
-def test_rounds_are_timed_by_decoding(head: MedusaHead, target: Target, store: Path) -> None:
-    """Every size decodes the same prompts; a tree's round does what the baseline's does and more."""
-    rows = held_out_rows(FeatureStore.open(store), 5)
-    shapes = {4: TreeShape.of([(0,), (1,), (2,), (0, 0)]), 11: WIDE}
-    found = round_costs(head, target, shapes, rows)
-    assert list(found) == [4, 11]
-    assert all(1 < cost < 100 for cost in found.values())
+def test_sizes_are_tried_until_two_in_a_row_are_slower() -> None:
+    """Speedups 1.0, 1.2, 1.1, 1.3, 1.2, 1.25, 9: the last one comes too late to be tried."""
+    speedups = {1: 1.0, 2: 1.2, 3: 1.1, 4: 1.3, 5: 1.2, 6: 1.25, 7: 9.0}
+    shapes = [TreeShape.of([(rank,) for rank in range(size)]) for size in speedups]
+    tried = list(try_sizes(iter(shapes), lambda size: 1.0, lambda shape: 2 / speedups[len(shape.paths)]))
+    assert [each.size for each in tried] == [1, 2, 3, 4, 5, 6]
+    assert [each.speedup for each in tried] == pytest.approx([1.0, 1.2, 1.1, 1.3, 1.2, 1.25])
+
+
+def test_a_tree_that_cannot_grow_ends_the_search() -> None:
+    shapes = [TreeShape.of([(0,)]), TreeShape.of([(0,), (1,)]), TreeShape.of([(0,), (1,)])]
+    assert [each.size for each in try_sizes(shapes, lambda size: size, lambda shape: 1.0)] == [1, 2]
+
+
+def test_rounds_are_timed_by_decoding(head: MedusaHead, target: Target, prompts: list[list[int]]) -> None:
+    """A tree's round does what the baseline's does, over more tokens, and drafts."""
+    assert 1 < round_cost(head, target, WIDE, prompts[1:4]) < 1000
 
 
 def test_a_prompt_ends_where_the_first_answer_begins(store: Path) -> None:
-    for stored in held_out_rows(FeatureStore.open(store), 5):
+    for stored in held_out_rows(store, 5):
         prompt = prompt_of(stored)
         assert prompt == stored.ids_T[: len(prompt)].tolist()
         assert stored.turn_T[: len(prompt)].tolist() == [0] * len(prompt)
@@ -302,14 +319,31 @@ def test_grown_for_an_eagle_head(
         "recipe": {"data": {"features": str(store), "held_out": 5}},
     }
     head.save_pretrained(folder)
+    tried = grow_tree(Options(head=folder, depth=3, ranks=288, device="cpu"))["sizes_tried"]
+    assert [row["size"] for row in tried] == list(SIZES[: len(tried)])
     grown = grow_tree(Options(head=folder, size=6, depth=3, ranks=288, device="cpu"))
     assert len(grown["paths"]) == 6
     drafter = build(f"eagle-static:{folder}", target, None).drafter
     assert drafter.most_drafts == 6
     ledger = decode(target, drafter, prompts, Settings(max_new_tokens=NEW))
     assert [output.ids for output in ledger.outputs] == expected
-    with pytest.raises(HeadwayError, match=r"depth 0: give at least 1"):
-        grow_tree(Options(head=folder, depth=0, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"size": 0}, "size 0: give 1 to 1024 nodes"),
+        ({"size": 10**6}, "size 1000000: give 1 to 1024 nodes"),
+        ({"ranks": 0}, "ranks 0: give at least 1"),
+        ({"depth": 0}, "depth 0: give at least 1"),
+        ({"dtype": "float7"}, "dtype 'float7': unknown"),
+        ({"device": "toaster"}, "device 'toaster': unknown"),
+        ({"device": "cuda:77"}, r"device 'cuda:77': there are \d+ CUDA devices here"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_read(option: dict[str, Any], error: str) -> None:
+    with pytest.raises(HeadwayError, match=error):
+        grow_tree(Options(head=Path("nowhere"), **option))
 
 
 def test_bad_requests_of_the_script(head: MedusaHead, store: Path, tmp_path: Path) -> None:
