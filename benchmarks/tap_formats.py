@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from eval.ledger import Ledger
 from eval.metrics import Floats, bootstrap, mean_accepted_length, per_prompt
 from eval.replay import replay
 from heads import load_head
+from heads.checkpoint import Head
 from heads.target import DEFAULT_TARGET, TargetEnds
 from train.sampler import split_rows
 
@@ -46,6 +48,20 @@ def ratio(first: Ledger, second: Ledger) -> dict[str, Any]:
         return (total[..., 2] / total[..., 3]) / (total[..., 0] / total[..., 1])
 
     return {"ratio": float(statistic(both.sum(0))), "ci95": bootstrap(both, statistic)}
+
+
+def trained(out: Path, recipe: Mapping[str, Any]) -> Head:
+    """A head by the trainer's own command, from the recipe for this target with other settings; nothing saved on the way."""
+    fixed = {"config": RECIPE, "out": out, "save.every": 10**6, "save.confirm": 0, "log.wandb": "off"}
+    options = [part for key, value in {**fixed, **recipe}.items() for part in (f"--{key}", str(value))]
+    subprocess.run([sys.executable, "train/eagle.py", *options], check=True, cwd=ROOT)
+    return load_head(out)
+
+
+def figures_of(ledger: Ledger) -> dict[str, Any]:
+    """Tau with its interval, and of how many rounds."""
+    tau = mean_accepted_length(ledger)
+    return {"tau": tau.micro, "tau_ci95": tau.ci95, "rounds": len(ledger.rounds)}
 
 
 def measure(
@@ -79,25 +95,10 @@ def measure(
     figures |= {"tokens": store.tokens, "supervised_tokens": store.supervised_tokens}
     rows = split_rows(store, held_out)[1]
     for name, features in stores.items():
-        out = folder / f"head-{name}"
-        recipe = {
-            "config": RECIPE,
-            "data.features": features,
-            "data.held_out": held_out,
-            "out": out,
-            "seed": seed,
-            "optim.epochs": epochs,
-            "optim.batch_tokens": batch_tokens,
-            "save.every": 10**6,
-            "save.confirm": 0,
-            "log.wandb": "off",
-        }
-        options = [part for key, value in recipe.items() for part in (f"--{key}", str(value))]
-        subprocess.run([sys.executable, "train/eagle.py", *options], check=True, cwd=ROOT)
-        found = replay(load_head(out), ends, (store[row] for row in rows), STEPS)
-        ledgers[name] = found.ledger
-        tau = mean_accepted_length(found.ledger)
-        figures["heads"][name] = {"tau": tau.micro, "tau_ci95": tau.ci95, "rounds": len(found.ledger.rounds)}
+        recipe = {"data.features": features, "seed": seed, "optim.epochs": epochs, "optim.batch_tokens": batch_tokens}
+        head = trained(folder / f"head-{name}", recipe | {"data.held_out": held_out})
+        ledgers[name] = replay(head, ends, (store[row] for row in rows), STEPS).ledger
+        figures["heads"][name] = figures_of(ledgers[name])
         figures["heads"][name]["bytes"] = sum(path.stat().st_size for path in features.iterdir())
         print(f"{name}: {figures['heads'][name]}", flush=True)
     figures["int8_over_bf16"] = ratio(ledgers["bf16"], ledgers["int8"])

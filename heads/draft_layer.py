@@ -228,6 +228,12 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = FewRowsRMSNorm(hidden, eps)
         self.mlp = GatedMLP(config)
 
+    def start_as_nothing(self) -> None:
+        """Let attention and MLP add nothing to the residual stream until training makes them."""
+        with torch.no_grad():
+            for parameter in (*self.self_attn.o_proj.parameters(), *self.mlp.down_proj.parameters()):
+                parameter.zero_()
+
     def attention_input(self, h: Tensor, e: Tensor) -> Tensor:
         """What queries, keys and values are projected from."""
         if self.reads == "both":

@@ -109,6 +109,11 @@ class Eagle3Head(EagleHead):
         head.start_as_target(head.lm_head.weight, lm_head_VH, vocabulary)
         return head
 
+    def start_at_target(self, scale_H: Tensor) -> None:
+        super().start_at_target(scale_H)
+        with torch.no_grad():
+            self.norm.weight.copy_(scale_H)
+
     def features(self, last: Tensor, taps: dict[int, Tensor]) -> Tensor:
         return self.fuse([taps[tap] for tap in self.taps])
 

@@ -31,6 +31,7 @@ from heads.shell import GivenStates, find_decoder, output_shell
 DEFAULT_TARGET = EMBEDDED
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")  # names that decoders give it
 VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")  # keys of a config that identify nothing
 
 
@@ -189,6 +190,21 @@ class TargetEnds:
     def lm_head_weight(self) -> torch.Tensor:
         """[V, H] output weight, on the target's device; for initialising heads, not for computing logits."""
         return self._model.get_output_embeddings().weight
+
+    @property
+    @torch.no_grad()
+    def final_scale(self) -> torch.Tensor:
+        """[H] float32: what the final norm multiplies each channel by; ones where there is no such norm.
+
+        Found by what the norm does to states of length 1 a channel: Gemma keeps its scale less one, GPT-2 has a bias too.
+        """
+        decoder = find_decoder(self._model)
+        norm = next((found for name in FINAL_NORMS if (found := getattr(decoder, name, None)) is not None), None)
+        if norm is None:
+            return torch.ones(self.hidden_size)
+        weight = self.lm_head_weight
+        signs_H = 1 - 2 * (torch.arange(self.hidden_size, device=weight.device) % 2).to(weight.dtype)
+        return ((norm(signs_H) - norm(-signs_H)) * signs_H / 2).float()
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,7 @@ class Eagle:
         decay: weight of step s's loss is decay^s.
         losses: name and weight of what the head learns from: kl, ce, reverse_kl, tv, js, lk, top_k; smooth_l1 for EAGLE-1.
         noise: largest uniform noise on the features (EAGLE-1: 0.1).
+        start: a new head drafts what the target's output makes of the deepest state that it reads, or has random weights.
     """
 
     kind: Literal["eagle3", "eagle"] = "eagle3"
@@ -70,6 +71,7 @@ class Eagle:
     decay: float = 0.8
     losses: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
     noise: float = 0.0
+    start: Literal["target", "random"] = "target"
 
 
 @dataclass
@@ -198,10 +200,14 @@ def _taps(settings: Eagle, config: Any, target: str) -> tuple[int, ...]:
 def _new_head(settings: Eagle, ends: TargetEnds, counts_V: Tensor) -> EagleHead:
     shape = _shape(settings, ends)
     if settings.kind == "eagle":
-        return Eagle1Head(Eagle1Config(**shape))
-    vocabulary = choose_vocabulary(counts_V, settings.draft_vocab_size, special_ids(ends.tokenizer))
-    size = None if vocabulary.full else vocabulary.size
-    return Eagle3Head.from_target(Eagle3Config(**shape, draft_vocab_size=size), ends.lm_head_weight, vocabulary)
+        head: EagleHead = Eagle1Head(Eagle1Config(**shape))
+    else:
+        vocabulary = choose_vocabulary(counts_V, settings.draft_vocab_size, special_ids(ends.tokenizer))
+        size = None if vocabulary.full else vocabulary.size
+        head = Eagle3Head.from_target(Eagle3Config(**shape, draft_vocab_size=size), ends.lm_head_weight, vocabulary)
+    if settings.start == "target":
+        head.start_at_target(ends.final_scale)
+    return head
 
 
 def _parent(settings: Eagle, ends: TargetEnds) -> EagleHead:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from heads.eagle import Eagle1Head, EagleHead
+from heads.eagle3 import Eagle3Head
 from heads.served import served_labels, served_rows
 from heads.unroll import schedule
 from tests.heads.eagle_batches import (
@@ -169,6 +170,30 @@ def decode_logits(head: EagleHead, last_BTH: Tensor, taps: dict[int, Tensor], id
         fed, hidden = head.run(fed[:, -1:], embed(ids_BT[:, known + depth, None]), position_B1, everything, cache)
         found.append(head.logits(hidden[:, -1], output_of(head)))
     return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_head_starts_at_the_targets_output(kind: str):
+    """Whatever the token after it: the deepest state it reads, normed as the target does it, through the output matrix."""
+    head, eps = make_head(kind), 1e-5
+    scale_H, last_BNH, taps = random(H), random(1, 5, H), {tap: random(1, 5, H) for tap in (1, 2, 5)}
+    head.start_at_target(scale_H)
+    features_BNH = head.features(last_BNH, taps)
+    _, hidden_BNH = head.run(features_BNH, random(1, 5, H), torch.arange(5).expand(1, -1))
+    if isinstance(head, Eagle1Head):
+        torch.testing.assert_close(hidden_BNH, last_BNH)
+        return
+    assert isinstance(head, Eagle3Head)
+    state_BNH = taps[5]
+    if head.config.fc_norm:
+        state_BNH = F.rms_norm(state_BNH, (H,), head.fc_norm[2].weight, eps)
+    if head.config.norm_before_fc:
+        beside = torch.cat([taps[tap] for tap in (1, 2, 5)], -1)
+        state_BNH = F.rms_norm(beside, (3 * H,), head.input_norm.weight, eps)[..., -H:]
+    if head.config.norm_before_residual:
+        state_BNH = F.rms_norm(state_BNH, (H,), head.layers[0].hidden_norm.weight, eps)
+    wanted = F.rms_norm(state_BNH, (H,), scale_H, eps) @ head.lm_head.weight.T
+    torch.testing.assert_close(head.logits(hidden_BNH), wanted)
 
 
 def test_run_without_a_mask_is_causal_and_a_cache_needs_one():

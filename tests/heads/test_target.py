@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
     PhiConfig,
@@ -76,6 +78,29 @@ def test_ends_apply_the_models_own_output_function(
     torch.testing.assert_close(ends.logits(last[1, 4]), expected.logits[1, 4], rtol=0, atol=1e-5)
     plain = last @ reference.get_output_embeddings().weight.T
     assert (plain - expected.logits).abs().max() > 0.01, "the lm_head alone would have passed this test"
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "name", "kept"),
+    [
+        (GraniteForCausalLM, GraniteConfig(**SIZES), "model.norm", 0.0),
+        (Gemma2ForCausalLM, Gemma2Config(**SIZES, head_dim=8), "model.norm", 1.0),  # its weight is the scale less one
+        (PhiForCausalLM, PhiConfig(**SIZES), "model.final_layernorm", 0.0),  # LayerNorm, with a bias
+        (GPT2LMHeadModel, GPT2Config(vocab_size=288, n_embd=32, n_layer=2, n_head=4), "transformer.ln_f", 0.0),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_final_norms_scale(
+    kind: type, config: object, name: str, kept: float, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    torch.manual_seed(0)
+    model = kind(config)
+    for parameter in model.get_submodule(name).parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    ends = TargetEnds.load(str(tmp_path), dtype="float32", device="cpu")
+    torch.testing.assert_close(ends.final_scale, model.get_submodule(name).weight.detach() + kept, rtol=2e-5, atol=2e-6)
 
 
 def test_fingerprint_tells_targets_apart(tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_shipped_recipes_are_whole(path: Path):
     optional = {
         "data": {"features", "conversations", "max_length", "online"},
         "optim": {"max_steps", "name", "spike"},
-        "head": {"train_output", "parent", "taps", "noise", "fc_norm", "norm_output"},
+        "head": {"train_output", "parent", "taps", "noise", "fc_norm", "norm_output", "start"},
     }
     assert written.keys() == recipe.keys()
     for group, values in written.items():
