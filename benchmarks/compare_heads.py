@@ -48,10 +48,8 @@ def measure(first: Path, second: Path, result: str) -> None:
         raise HeadwayError(
             f"{second}: trained on {data[1]}, {first} on {data[0]}; give heads of one store and one split"
         )
-    ends, store = (
-        TargetEnds.load(heads[0].manifest["target"]["name"], "float32"),
-        FeatureStore.open(data[0]["features"]),
-    )
+    store = FeatureStore.open(data[0]["features"])
+    ends = TargetEnds.load(heads[0].manifest["target"]["name"], "float32")
     rows = split_rows(store, data[0]["held_out"])[1]
     ledgers = [replay(head, ends, (store[row] for row in rows), STEPS).ledger for head in heads]
     figures = {

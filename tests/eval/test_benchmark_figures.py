@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import tap_formats, train_speed
+from benchmarks.compare_heads import differing
 from benchmarks.results_file import write_result
 from eval.ledger import Ledger, Round
 
@@ -55,6 +56,13 @@ def test_ratio_of_a_head_with_itself_has_no_width() -> None:
 def test_ratio_wants_the_same_conversations() -> None:
     with pytest.raises(AssertionError, match="same conversations"):
         tap_formats.ratio(ledger([1], [2]), ledger([1]))
+
+
+def test_recipes_differ_where_a_setting_is_another_or_missing() -> None:
+    first = {"out": "a", "seed": 0, "head": {"start": "random", "steps": 4}, "optim": {"lr": 1e-3}}
+    second = {"out": "b", "seed": 0, "head": {"start": "target", "steps": 4, "noise": 0.1}, "optim": {"lr": 1e-3}}
+    assert differing(first, second) == {"head.start": ["random", "target"], "head.noise": [None, 0.1]}
+    assert differing(first, first) == {}
 
 
 def run(tokens: int, seconds: float, peak_mib: float) -> dict[str, Any]:
