@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import auto_cli
 from results_file import write_result
@@ -40,6 +40,8 @@ from heads.target import DEFAULT_TARGET, Target
 
 PROMPTS, TOKENS, ROWS, STEPS = 64, 64, 16, 4
 TREE = TreeShape.of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)])
+Law = Literal["greedy", "temperature 1"]
+LAWS: dict[Law, Sampling] = {"greedy": Sampling(), "temperature 1": Sampling(temperature=1.0)}
 LISTED = 20  # differing rounds that a result names
 
 
@@ -135,7 +137,13 @@ def ranks_of(head: Head, target: Target, answers: Answers, steps: int) -> tuple[
 
 
 def measure(
-    heads: list[Path], target: str = DEFAULT_TARGET, count: int = PROMPTS, tokens: int = TOKENS, steps: int = STEPS
+    heads: list[Path],
+    target: str = DEFAULT_TARGET,
+    count: int = PROMPTS,
+    tokens: int = TOKENS,
+    steps: int = STEPS,
+    laws: Sequence[Law] = tuple(LAWS),
+    result: str = "eagle-replay",
 ) -> None:
     """Compare every round, and write the result after each run.
 
@@ -145,12 +153,15 @@ def measure(
         count: held-out conversations
         tokens: of each answer at most
         steps: the longest chain; a Medusa head with fewer heads drafts as many as it has
+        laws: of the text, greedy, temperature 1, or both
+        result: name of the file in benchmarks/results/
     """
     model = Target.load(target, "float32")
     _, heldout = split_heldout(read_conversations(SAMPLES), PROMPTS)
     prompts = [prompt_ids(model.tokenizer, conversation.messages[:1]) for conversation in heldout[:count]]
     figures: dict[str, Any] = {"prompts": count, "tokens": tokens, "dtype": "float32", "runs": []}
-    for name, sampling in (("greedy", Sampling()), ("temperature 1", Sampling(temperature=1.0))):
+    for law in laws:
+        sampling = LAWS[law]
         answers = Answers.written(model, prompts, sampling, tokens)
         for folder in heads:
             head = load_head(folder, device=model.device, dtype=model.dtype)
@@ -160,14 +171,14 @@ def measure(
             for draft, shape, drafter in runs:
                 real, decode_s = decoded(model, drafter, prompts, sampling, tokens)
                 made, found = compare(model, head, shape, answers, ranks, real)
-                run = {"head": str(folder), "text": name, "draft": draft, **found}
+                run = {"head": str(folder), "text": law, "draft": draft, **found}
                 run |= {
                     "tau_replayed": mean_accepted_length(made).micro,
                     "tau_decoded": mean_accepted_length(real).micro,
                 }
                 figures["runs"].append(run | {"replay_s": replay_s, "decode_s": decode_s})
                 print(figures["runs"][-1], flush=True)
-                write_result("eagle-replay", figures)  # what is done stays, however the rest ends
+                write_result(result, figures)  # what is done stays, however the rest ends
 
 
 if __name__ == "__main__":
