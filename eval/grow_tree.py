@@ -137,24 +137,23 @@ def grow_tree(options: Options) -> dict[str, Any]:
 def _tried(
     options: Options, name: str, halves: list[Tensor], conversations: list[list[StoredConversation]]
 ) -> list[Tried]:
-    """Trees of some sizes decoded on the device, each printed when it is done."""
+    """Trees of some sizes decoded on the device, each printed when it is done, behind the chain that they should beat."""
     target = Target.load(name, options.dtype, options.device)
     head = load_head(options.head, device=target.device, dtype=target.dtype)
     assert isinstance(head, MedusaHead | EagleHead)  # no other could be replayed
     shares = measured_shares(torch.cat(halves), options.ranks)
     prompts = [prompt_of(rows[0]) for rows in conversations[:PROMPTS]]
     print(f"trying trees of {SIZES[0]} nodes and more, {len(prompts)} prompts x {TOKENS} tokens each", flush=True)
+    line = chain_shape(halves[0].shape[1])
+    cost = round_cost(head, target, line, prompts)
+    print(f"the chain: {Tried(line.max_depth, accepted_length(torch.cat(halves), line), cost)}", flush=True)
     tried = []
     for each in try_sizes(
         (grow(shares, size) for size in SIZES),
         lambda nodes: _accepted_elsewhere(halves, options.ranks, nodes),
         lambda shape: round_cost(head, target, shape, prompts),
     ):
-        print(
-            f"{each.size:3} nodes: {each.accepted:.3f} drafts accepted a round of {each.round_cost:.2f} target steps, "
-            f"about {each.speedup:.2f}x",
-            flush=True,
-        )
+        print(f"a tree: {each}", flush=True)
         tried.append(each)
     return tried
 

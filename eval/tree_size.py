@@ -40,6 +40,12 @@ class Tried:
         """Decode speedup to expect."""
         return (1 + self.accepted) / self.round_cost
 
+    def __str__(self) -> str:
+        return (
+            f"{self.size} nodes, {self.accepted:.3f} drafts accepted a round of {self.round_cost:.2f} target steps, "
+            f"about {self.speedup:.2f}x"
+        )
+
 
 def round_cost(
     head: MedusaHead | EagleHead, target: Target, shape: TreeShape, prompts: Sequence[Sequence[int]]

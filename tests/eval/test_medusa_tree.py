@@ -309,7 +309,12 @@ def test_a_prompt_ends_where_the_first_answer_begins(store: Path) -> None:
 
 
 def test_grown_for_an_eagle_head(
-    target: Target, store: Path, tmp_path: Path, prompts: list[list[int]], expected: list[list[int]]
+    target: Target,
+    store: Path,
+    tmp_path: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ranks behind every prefix come from the replay; the tree is drafted, and the text is the target's."""
     folder = tmp_path / "eagle"
@@ -319,8 +324,11 @@ def test_grown_for_an_eagle_head(
         "recipe": {"data": {"features": str(store), "held_out": 5}},
     }
     head.save_pretrained(folder)
-    tried = grow_tree(Options(head=folder, depth=3, ranks=288, device="cpu"))["sizes_tried"]
+    found = grow_tree(Options(head=folder, depth=3, ranks=288, device="cpu"))
+    tried = found["sizes_tried"]
     assert [row["size"] for row in tried] == list(SIZES[: len(tried)])
+    chained = f"the chain: 3 nodes, {found['accepted_by_chain']:.3f} drafts accepted a round of "
+    assert chained in capsys.readouterr().out
     grown = grow_tree(Options(head=folder, size=6, depth=3, ranks=288, device="cpu"))
     assert len(grown["paths"]) == 6
     drafter = build(f"eagle-static:{folder}", target, None).drafter
