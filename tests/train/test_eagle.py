@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -173,6 +174,19 @@ def test_a_store_without_the_taps_is_refused(train: Run, features: Path, tmp_pat
     with pytest.raises(HeadwayError, match=r"head.taps is \[4\]; target .* has layers 0 to 3"):
         train("--head.taps=[4]")
     assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+@pytest.mark.parametrize("start", ["target", "random"])
+def test_where_a_new_head_starts(
+    kind: Literal["eagle3", "eagle"], start: Literal["target", "random"], tiny_target_dir: Path
+):
+    ends = TargetEnds.load(str(tiny_target_dir), "float32")
+    settings = eagle.Eagle(kind=kind, start=start, draft_vocab_size=None, taps=(1, 2, 3) if kind == "eagle3" else None)
+    head = eagle._new_head(settings, ends, torch.zeros(ends.vocab_size, dtype=torch.int64))
+    identity_HH = torch.eye(ends.hidden_size)
+    assert torch.equal(head.fc.weight[:, -ends.hidden_size :], identity_HH) == (start == "target")
+    assert (head.layers[0].mlp.down_proj.weight.abs().max() == 0) == (start == "target")
 
 
 def test_it_learns_short_conversations_by_heart(train: Run, tiny_target_dir: Path, tmp_path: Path):
